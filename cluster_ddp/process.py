@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+_FLUSH_SECONDS = 5.0
 _THREADS_SECONDS = 2.0  # for threads after a failure: one of them may be what has failed
 _status: int | None = None  # that `fast_exit` was called with
 
@@ -64,11 +65,15 @@ def fast_exit(status: int, *, at_once: bool = False) -> NoReturn:
     Parameters
     ----------
     at_once
-        Skip both: they may be waiting for a network.
+        Skip both, and do not wait long for the output: they may be waiting for a network or for shared storage.
     """
     global _status
     if at_once:
-        _end(status)
+        with contextlib.suppress(RuntimeError):  # no more threads can be started
+            flushing = threading.Thread(target=_flush, daemon=True)
+            flushing.start()
+            flushing.join(_FLUSH_SECONDS)
+        os._exit(status)
     _status = status
     if status:
         limit = threading.Timer(_THREADS_SECONDS, _end, (status,))
@@ -80,10 +85,14 @@ def fast_exit(status: int, *, at_once: bool = False) -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # nobody is left to read it, or the user's code has put another there
             stream.flush()
-    os._exit(status)
 
 
 @atexit.register

@@ -165,8 +165,8 @@ class SlurmAllocation:
         why = why_it_ends(job, self._start.restart_count, self._grace_end)
         if why == REQUEUED and down_nodes(self._start.hosts):
             why = NODE_FAILURE
-        waits = max(0.0, self.kill_wait - (time.monotonic() - since))
-        return why, seconds_until_kill(job, waits)
+        waited = time.monotonic() - since
+        return why, seconds_until_kill(job, max(0.0, self.kill_wait - waited), waited)
 
     def _learn_kill_wait(self) -> None:
         """Query KillWait again, as the site may change it while the job runs; keep the old value without an answer."""

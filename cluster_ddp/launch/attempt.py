@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import socket
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from cluster_ddp.launch.batch_host import say
 from cluster_ddp.launch.lost_nodes import record_lost_nodes
-from cluster_ddp.printing import say
 from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -77,28 +76,37 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
 
 
 def begin_patiently(
-    run: RunDirectory, start: SlurmStart | None, *, pid: int, patience: float = ROOM_SECONDS
+    run: RunDirectory,
+    start: SlurmStart | None,
+    *,
+    pid: int,
+    clock: Callable[[], float],
+    pause: Callable[[float], None],
+    unless: Callable[[], bool],
+    patience: float = ROOM_SECONDS,
 ) -> AttemptDirectory:
     """Begin the attempt, waiting while storage is full or fails, since ending the job now would end the run for good.
 
     Parameters
     ----------
+    unless
+        Called after each pause; once it is true, the attempt is not waited for any longer.
     patience
         Seconds to wait for room. Other errors of storage either pass sooner or do not pass.
     """
-    began, said = time.monotonic(), False
+    began, said = clock(), False
     while True:
         try:
             return begin(run, start, pid=pid)
         except (RunError, OSError) as error:
             cause = storage_error(error)
             lasts = patience if cause is not None and cause.errno in _FULL else min(patience, PASSING_SECONDS)
-            if cause is None or time.monotonic() - began > lasts:
+            if cause is None or clock() - began > lasts or unless():
                 raise
             if not said:
-                say(f"cluster-ddp: {error}; trying again for up to {lasts:.0f} s")
+                say(f"{error}; trying again for up to {lasts:.0f} s")
             said = True
-            time.sleep(_POLL_SECONDS)
+            pause(_POLL_SECONDS)
 
 
 def storage_error(error: Exception) -> OSError | None:

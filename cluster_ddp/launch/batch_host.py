@@ -147,6 +147,9 @@ class BatchHost:
         return RunningJobStep(command, environment, attempt, nodes, parent)
 
 
+_printer = BatchHost()
+
+
 def say(words: str) -> None:
-    """Print for people what the keeper does."""
-    printing.say(f"cluster-ddp: {words}")
+    """Print for people what the keeper does, if that does not block: the job's output may be on shared storage."""
+    _printer.glance(lambda: printing.say(f"cluster-ddp: {words}"))

@@ -41,7 +41,7 @@ from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded, list_attempts
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
@@ -156,6 +156,9 @@ class Keeper:
         if bad:
             return self._start_again(None, bad, "hosts that failed more than once")
         attempt = self._begin()
+        if attempt is None:
+            self._end.find_out_why(self._say_delayed)
+            return self._start_again(None, [], "the job is ended before its attempt could begin")
         self._train(attempt)
         self._end.react_to_all()
         if self._is_superseded():
@@ -181,8 +184,22 @@ class Keeper:
         self._end.react_to_all()
         return bad
 
-    def _begin(self) -> AttemptDirectory:
-        self._attempt = begin_patiently(self._run, self._allocation.start, pid=os.getpid())
+    def _begin(self) -> AttemptDirectory | None:
+        """Begin the attempt; None if the job is ended while storage is full or fails."""
+        try:
+            self._attempt = begin_patiently(
+                self._run,
+                self._allocation.start,
+                pid=os.getpid(),
+                clock=self._host.now,
+                pause=self._end.pause,
+                unless=lambda: self._end.reason is not None,
+            )
+        except (RunError, OSError) as error:
+            if storage_error(error) is None or self._end.reason is None:
+                raise
+            say(str(error))
+            return None
         self._end.begin(self._attempt)
         return self._attempt
 

@@ -309,9 +309,10 @@ class NodeProgram:
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         missing = self._missing(failure.came)
         alone = len(missing) > 1 and failure.came == {self._host}
-        self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect or alone)
+        told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
+        # Once another node has failed, its peers lose their connections: by their clocks perhaps even earlier.
+        self._record(events.NODE_FAILED, error=failure.error, suspect=(failure.suspect or alone) and not told)
         if not alone:
-            told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
             for host, node in missing.items():
                 if host in told:  # by a node that gave up sooner
                     continue

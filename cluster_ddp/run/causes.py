@@ -26,6 +26,8 @@ _PROGRAM = re.compile(
 
 _LONGEST_ERROR = 4000
 _MOST_LINES = 3
+_CAUSED = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+_MEANWHILE = "During handling of the above exception, another exception occurred:"
 
 
 def failures_of(history: History, number: int) -> list[Event]:
@@ -100,6 +102,14 @@ def describe_failure(event: Event) -> str:
 
 
 def _last_words(error: str) -> str:
+    """Return what an error says; of one that was raised ``from`` another, with what that one says, if it does not."""
+    *causes, last = error.split(_CAUSED)
+    said = _message(last)
+    cause = _message(causes[0]) if causes and _MEANWHILE not in last else ""
+    return said if (cause.partition(": ")[2] or cause) in said else f"{said} (because of {cause})"
+
+
+def _message(error: str) -> str:
     """Return the first line, with those that it introduces; of a traceback, what follows its last frame.
 
     Empty lines do not count: some libraries begin their messages with one.

@@ -139,14 +139,24 @@ def unseen_grace_end(job: JobInfo, grace: Callable[[], float]) -> str:
     return datetime.fromtimestamp(preempted + grace() - 1).isoformat()
 
 
-def seconds_until_kill(job: JobInfo, kill_wait: float) -> float:
+def seconds_until_kill(job: JobInfo, kill_wait: float, waited: float) -> float:
     """Return a lower bound of the seconds until SIGKILL when Slurm ends a job.
 
     It is KillWait, or the rest of a preemption's grace if that is longer: whether the partition or the QOS gives the
     grace, Slurm moves EndTime to its end and lets the job run. SIGKILL comes KillWait after it.
+
+    Parameters
+    ----------
+    kill_wait
+        What is left of KillWait.
+    waited
+        Seconds since the signal arrived. The grace is no longer than Slurm's own clock tells, from the preemption on,
+        as this host's may be behind.
     """
-    end = unix_time(grace_end(job))
-    return kill_wait if end is None else max(kill_wait, end - time.time())
+    end, preempted = unix_time(grace_end(job)), unix_time(job.preempt_time)
+    if end is None or preempted is None:
+        return kill_wait
+    return max(kill_wait, min(end - time.time(), end - preempted - waited))
 
 
 def unix_time(shown: str) -> float | None:

@@ -25,16 +25,18 @@ _FAIL = r"""cluster_ddp_drop_traps() {
 cluster_ddp_fail() {
     cluster_ddp_drop_traps
     echo "job.sbatch: $2" >&2
-    local policy=@policy@ name value
-    if [[ -f $policy ]]; then
+    local cluster_ddp_policy=@policy@
+    if [[ -f $cluster_ddp_policy ]]; then
         trap 'kill $!' @signal@ TERM # which only this script receives
         ( # without what may be too large to be handed to a program
-            while IFS= read -r name; do unset -f -- "$name"; done < <(compgen -A function)
-            while IFS= read -r name; do
-                value=${!name-}
-                [[ $name == SLURM* || $name == *PATH ]] || ((${#value} < 1000)) || export -n "${name?}"
+            set +e # one that is read-only stays
+            while IFS= read -r cluster_ddp_name; do unset -f -- "$cluster_ddp_name"; done < <(compgen -A function)
+            while IFS= read -r cluster_ddp_name; do
+                cluster_ddp_value=${!cluster_ddp_name-}
+                [[ $cluster_ddp_name == SLURM* || $cluster_ddp_name == *PATH ]] || ((${#cluster_ddp_value} < 1000)) ||
+                    export -n "${cluster_ddp_name?}"
             done < <(compgen -e)
-            exec "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2"
+            exec "$BASH" "$cluster_ddp_policy" "$cluster_ddp_run" "$1" "$2"
         ) &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
     elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run yet
@@ -58,15 +60,18 @@ cluster_ddp_restore() {
 # script or take its place. A trap of those lines for EXIT runs at the end; one for ERR takes the place of this one.
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
-    local again=once what=$2 line=()
+    local cluster_ddp_again=once cluster_ddp_what=$2 cluster_ddp_line cluster_ddp_lines=()
     cluster_ddp_restore
     # Of a function that fails, such as module, bash knows what failed inside of it, and not the line that calls it.
-    [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 1 line <"${3:-$0}"; } 2>/dev/null
-    if [[ ${line[*]:-} && ${line[*]//[[:space:]]/} != *"${what//[[:space:]]/}"* ]]; then
-        what=${line[*]#"${line[*]%%[![:space:]]*}"}
+    [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 1 cluster_ddp_lines <"${3:-$0}"; } 2>/dev/null
+    cluster_ddp_line=${cluster_ddp_lines[*]:-}
+    if [[ $cluster_ddp_line && ${cluster_ddp_line//[[:space:]]/} != *"${cluster_ddp_what//[[:space:]]/}"* ]]; then
+        cluster_ddp_what=${cluster_ddp_line#"${cluster_ddp_line%%[![:space:]]*}"}
     fi
-    ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || again=again # it has worked once, or a signal has ended it
-    cluster_ddp_fail "$again" "launch.setup: status $1 from: $what${3:+ ($3, line $4)}" # $3: a file that they read
+    # It has worked once, or a signal has ended it
+    ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || cluster_ddp_again=again
+    # $3: a file that they read
+    cluster_ddp_fail "$cluster_ddp_again" "launch.setup: status $1 from: $cluster_ddp_what${3:+ ($3, line $4)}"
 }
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND" "${BASH_SOURCE#"$0"}" "$LINENO"' ERR
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT

@@ -187,8 +187,9 @@ class SimulatedAllocation:
         job = self._show(seconds)
         if job is None:
             return None
-        left = max(0.0, KILL_WAIT - (self._host.now() - since))
-        return why_it_ends(job, self._world.restart), seconds_until_kill(job, left)
+        waited = self._host.now() - since
+        seconds_left = seconds_until_kill(job, max(0.0, KILL_WAIT - waited), waited)
+        return why_it_ends(job, self._world.restart), seconds_left
 
     def missing_command(self) -> None:
         """It is there."""

@@ -16,7 +16,7 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.attempt import begin_patiently, decide_after
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.runs import create_run
@@ -71,13 +71,21 @@ def test_a_disk_that_is_full_or_fails_for_a_while_is_waited_for(
         path.mkdir(**options)
 
     monkeypatch.setattr(Storage, "mkdir", mkdir)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def begin_after(patience: float) -> AttemptDirectory:
+        def pause(_: float) -> None:
+            """Tries again at once."""
+
+        return begin_patiently(
+            run, None, pid=os.getpid(), clock=time.monotonic, pause=pause, unless=lambda: False, patience=patience
+        )
+
     if begins:
-        assert begin_patiently(run, None, pid=os.getpid(), patience=patience).number == 0
+        assert begin_after(patience).number == 0
         assert os.strerror(number) in capsys.readouterr().err
     else:
         with pytest.raises(RunError, match=os.strerror(number)):
-            begin_patiently(run, None, pid=os.getpid(), patience=patience)
+            begin_after(patience)
 
 
 def test_nothing_begins_while_another_attempt_is_alive(run: RunDirectory) -> None:

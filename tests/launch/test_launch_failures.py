@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,30 @@ def test_nccls_own_words_are_told_with_the_kind_of_error() -> None:
     said = describe_failure({"event": "rank-failed", "rank": 1, "error": error})
     assert said.endswith("NCCL version 2.20.5: socketStartConnect: Connect to 10.0.0.2<4567> failed : Software caused "
                          "connection abort")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ("cannot load shard 7", " (because of FileNotFoundError: no /data/7)"),
+        ("cannot load shard 7: no /data/7", ""),
+    ],
+)
+def test_what_an_error_was_raised_from_is_told(message: str, why: str) -> None:
+    def load() -> None:
+        try:
+            raise FileNotFoundError("no /data/7")
+        except FileNotFoundError as error:
+            raise KeyError(7) from error
+
+    try:
+        try:
+            load()
+        except KeyError as error:
+            raise RuntimeError(message) from error
+    except RuntimeError:
+        said = describe_failure({"event": "rank-failed", "rank": 1, "error": traceback.format_exc()})
+    assert said == f"rank 1 failed: RuntimeError: {message}{why}"
 
 
 def test_of_a_long_error_the_beginning_of_its_message_is_kept() -> None:

@@ -65,6 +65,19 @@ def test_what_takes_long_is_not_waited_for_once_there_is_no_time() -> None:
     blocked.set()
 
 
+def test_what_the_keeper_says_does_not_hold_it_up() -> None:
+    """The job's output is in the run directory: storage that hangs kept it from requeueing the job."""
+    code = (
+        "import os, sys; from cluster_ddp.launch.batch_host import say; from cluster_ddp.process import fast_exit;"
+        "say('x' * (1 << 20)); say('and more'); fast_exit(3, at_once=True)"
+    )
+    reading, writing = os.pipe()  # which takes less than that
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=writing, timeout=60)
+    os.close(writing)
+    os.close(reading)
+    assert done.returncode == 3
+
+
 def test_a_look_at_storage_that_blocks_is_given_up_and_not_repeated_while_it_is_blocked() -> None:
     host, back, ended = BatchHost(), threading.Event(), threading.Event()
     assert host.glance(lambda: "seen") == "seen"

@@ -34,6 +34,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.storage import Storage
 
 SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
 # The same in each run; `make chaos` tries others.
@@ -225,6 +226,26 @@ def test_an_error_of_storage_that_passes_as_the_attempt_ends_loses_no_requeue(
     live(world)
     assert world.queued is queued and not world.faults
     assert queued or describe(world.run, {}).state.value == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("word", "queued"),
+    [("preemption", True), ("time limit", True), ("warning", True), ("kill -TERM", True), ("scancel", False)],
+)
+def test_a_job_that_is_ended_while_it_waits_for_room_to_begin_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str, queued: bool
+) -> None:
+    """The keeper looked only for room, until Slurm killed it: LOST."""
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    monkeypatch.setattr(Storage, "mkdir", full)
+    world = World(run, 0, Life(((40, word),)))
+    kept = live(world)
+    assert kept is not None and world.queued is queued and not world.faults
+    assert world.now < 100
 
 
 def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(

@@ -263,3 +263,15 @@ def test_a_node_that_did_not_come_is_recorded_by_the_first_to_notice(start_node:
     node = start_node("plain_rank.py", procs=1, nodes=3, launch={"join_timeout": 1}, prepare=has_started)
     assert node.finish()[0] == 1
     assert [event["host"] for event in node.events("node-failed") if event["suspect"]].count("n3") == 1
+
+
+def test_a_node_that_fails_after_another_is_not_suspected(start_node: Start) -> None:
+    """The agents of healthy nodes lose their connections; if their clocks are behind, they seem to be the first."""
+
+    def has_failed(attempt: AttemptDirectory) -> None:
+        writer = EventWriter(attempt.run, "node-n2")
+        writer.write(NODE_FAILED, attempt=0, node=2, host="n3", error="it did not come", suspect=True)
+
+    node = start_node("warning_rank.py", busy_port=True, prepare=has_failed)
+    assert node.finish()[0] == 1
+    assert [event["host"] for event in node.events("node-failed") if event["suspect"]] == ["n3"]

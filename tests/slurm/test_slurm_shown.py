@@ -128,13 +128,21 @@ def moment(when: float | str) -> str:
     ],
 )
 def test_seconds_until_slurm_kills(state: str, end: float | str, seconds: float) -> None:
-    line = f"JobId=7 JobState={state} Restarts=0 EndTime={moment(end)} Deadline=N/A PreemptTime=2026-11-20T18:09:09 S=1"
-    assert seconds_until_kill(shown(line), 5.0) == pytest.approx(seconds, abs=3 if seconds > 5 else 0)
+    preempted = moment(-3)
+    line = f"JobId=7 JobState={state} Restarts=0 EndTime={moment(end)} Deadline=N/A PreemptTime={preempted} S=1"
+    assert seconds_until_kill(shown(line), 5.0, 3.0) == pytest.approx(seconds, abs=3 if seconds > 5 else 0)
+
+
+def test_a_grace_is_no_longer_because_the_clock_of_the_batch_host_is_behind() -> None:
+    """The job was killed while it still waited for a save, before it had been queued again."""
+    line = f"JobId=7 JobState=RUNNING Restarts=0 EndTime={moment(360)} PreemptTime={moment(300)} S=1"
+    assert seconds_until_kill(shown(line), 30.0, 0.0) == 60.0
+    assert seconds_until_kill(shown(line), 20.0, 10.0) == 50.0
 
 
 def test_a_job_that_is_not_preempted_has_killwait() -> None:
     line = f"JobId=7 Restarts=0 JobState=RUNNING A=b EndTime={moment(300)} A=b PreemptTime=None S=1"
-    assert seconds_until_kill(shown(line), 30.0) == 30.0
+    assert seconds_until_kill(shown(line), 30.0, 0.0) == 30.0
 
 
 @pytest.mark.parametrize(

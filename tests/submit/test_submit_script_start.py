@@ -454,6 +454,20 @@ def test_a_line_that_fails_is_told_though_those_before_it_unset_what_slurm_has_s
     assert "launch.setup: status 1 from: false (see slurm-77.out)" in stage.status()["reason"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "set -e; own() { :; }; readonly -f own",
+        "readonly again=1 line=2 name=3 policy=4 value=5 what=6",
+    ],
+)
+def test_a_line_that_fails_is_told_though_those_before_it_are_strict(stage: Stage, line: str) -> None:
+    """Nothing had recorded the failure, and the run was LOST."""
+    assert stage.perform(stage.write(launch={"setup": [line, "false"]})) == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    assert "launch.setup: status 1 from: false (see slurm-77.out)" in stage.status()["reason"]
+
+
 def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
     setup = ["set -euo pipefail", "set -o posix", "export GREETING='it works'"]
     stage.does(**{"training.sh": CRASH})
