@@ -39,6 +39,7 @@ PASSING_SECONDS = 45.0
 _POLL_SECONDS = 1.0
 _QUEUE_SECONDS = 20.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.ENOTCONN)
 
 
 def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDirectory:
@@ -110,9 +111,9 @@ def begin_patiently(
 
 
 def storage_error(error: Exception) -> OSError | None:
-    """Return the error of storage that an error is, or comes from; None if there is none."""
+    """Return the error of storage that an error is, or comes from, and that may pass; None if there is none."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    return cause if isinstance(cause, OSError) else None
+    return cause if isinstance(cause, OSError) and cause.errno in (*_FULL, *_PASSING) else None
 
 
 def decide_after(

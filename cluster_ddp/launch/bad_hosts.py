@@ -30,7 +30,8 @@ _ENOUGH = 2  # attempts that failed on a host: a single one may be bad luck
 # Errors that a host causes in its ranks. Network errors are not among them: they show on the host that survives.
 _SIGNALS = ("SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL")
 _BROKEN = re.compile(
-    r"killed from outside|ended by SIG(BUS|SEGV|ILL)|is killed by signal: (?!Terminated)|"
+    r"killed from outside|ended by SIG(BUS|SEGV|ILL)|"
+    r"is killed by signal: (Killed|Bus error|Segmentation fault|Illegal instruction)|"
     r"\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|input/output error|stale file|"
     r"read-only file system",
     re.IGNORECASE,

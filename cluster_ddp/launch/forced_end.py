@@ -56,8 +56,8 @@ class ForcedEnd:
         """Whether a script's ranks were sent a signal that they handle: then they count as stopped in any case."""
         return bool(self._sent) or self._ended_at_once
 
-    def note(self, gone: list[Rank]) -> None:
-        """Note the ranks that have ended since the last call; call it right after polling them.
+    def note(self, gone: list[Rank], *, agent_ended: bool) -> None:
+        """Note the ranks that have ended since the last call, and the agent; call it right after polling them.
 
         Slurm may signal all processes of a step: a script may have ended because of that before it was signaled here,
         even before it was seen. The signal may have come during the last look, after that had found the ranks alive.
@@ -65,7 +65,8 @@ class ForcedEnd:
         before, self._looked = self._looked[0], [self._looked[1], self._clock()]
         signalled_at = self._stopping.signalled_at
         if signalled_at is not None and signalled_at >= before and not self._trains_a_task:
-            self._ended_at_once |= not self._ranks.seen or any(self._ranks.phase(rank) is None for rank in gone)
+            was_unseen = agent_ended and not self._ranks.seen
+            self._ended_at_once |= was_unseen or any(self._ranks.phase(rank) is None for rank in gone)
 
     def after_stop(self) -> str | None:
         """Return the outcome with which to end what is left after a stop request; None while it may end by itself."""

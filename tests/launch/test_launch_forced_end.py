@@ -133,11 +133,11 @@ def test_a_script_that_slurms_signal_ends_before_it_is_seen_was_stopped(tmp_path
             **{"trains_a_task": False, "join_timeout": 600.0, "warn": str, "clock": lambda: now[0]},
         )
         now[0] += 10.0
-        ending.note([])
+        ending.note([], agent_ended=False)
         stopping.signalled_at = now[0] - 0.01  # the look had begun, and had found it alive or not at all
         assert not ending.has_stopped_script
         now[0] += 0.2
-        ending.note([rank] if seen else [])
+        ending.note([rank] if seen else [], agent_ended=True)
         assert ending.has_stopped_script
     heartbeat.close()
 

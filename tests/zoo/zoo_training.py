@@ -16,10 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
-from zoo_awkward import AWKWARD, REFUSED_MODELS
-from zoo_data import DATA, REFUSED_DATA
-from zoo_models import MODELS
-from zoo_optimizers import OPTIMIZERS
 
 from cluster_ddp.job import ClusterDDPError, JobSpec
 from cluster_ddp.run.directory import RunDirectory
@@ -72,7 +68,10 @@ _MADE: WeakKeyDictionary[Task, Optimizer] = WeakKeyDictionary()
 
 
 class ZooTask(Task):
-    """A case as a task; `crash` is the step that raises."""
+    """A case as a task; `crash` is the step that raises.
+
+    The tables are imported by its methods: in all that a task's module imports, the trainer looks for what changes.
+    """
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         self.case, self.crash = case, crash
@@ -85,12 +84,19 @@ class ZooTask(Task):
         return _MADE[self]
 
     def model(self) -> nn.Module:
+        from zoo_awkward import AWKWARD, REFUSED_MODELS
+        from zoo_models import MODELS
+
         return {**MODELS, **AWKWARD, **REFUSED_MODELS}[self.case.model]()
 
     def train_data(self) -> Dataset[Any]:
+        from zoo_data import DATA, REFUSED_DATA
+
         return {**DATA, **REFUSED_DATA}[self.case.data]()
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        from zoo_optimizers import OPTIMIZERS
+
         _MADE[self] = OPTIMIZERS[self.case.optimizer](model, lr)
         return _MADE[self]
 

@@ -274,12 +274,13 @@ def _can_change(value: Any) -> bool:
 
 
 def _is_frame(value: Any) -> bool:
-    return callable(getattr(type(value), "to_numpy", None))  # of pandas or polars
+    kind = type(value)  # of pandas or polars; a single time of pandas can be an array, too
+    return all(callable(getattr(kind, name, None)) for name in ("to_numpy", "__len__", "__getitem__"))
 
 
 def _memory(value: Any) -> int:
     """Where the elements of a tensor or array are, whatever views it; of anything else, its id."""
-    if isinstance(value, Tensor) and value.layout is torch.strided:
+    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:  # others may have no memory
         return value.untyped_storage().data_ptr() or id(value)
     while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
         value = value.base

@@ -45,7 +45,7 @@ class Attributes(Snapshot):
             if name.removesuffix(GRADIENT) in in_optimizers or GROUPS in name:
                 if before is gradient and version_before != version:  # it has been added to
                     replaced.add(name)
-            elif now._is_bare(name) and gradient.count_nonzero():  # who gave it none to step it reads its gradient
+            elif now._is_bare(name) and _is_nonzero(gradient):  # who gave it none to step it reads its gradient
                 replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
@@ -218,6 +218,10 @@ class Attributes(Snapshot):
 
 def _is_alike(value: Any, leaf: Any) -> bool:
     return is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def _is_element(name: str) -> bool:

@@ -213,3 +213,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def without_words(packed: Any) -> Any:
+    """Packed values without strings, such as the name of a host, and without sets, which come back in any order."""
+    if isinstance(packed, list):
+        return [without_words(part) for part in packed]
+    if isinstance(packed, dict):
+        is_set = packed.get(_MARK) in ("set", "frozenset")
+        return None if is_set else {key: without_words(part) for key, part in packed.items()}
+    return None if isinstance(packed, str) else packed

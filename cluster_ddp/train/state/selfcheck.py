@@ -23,7 +23,7 @@ from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import equal_bits
-from cluster_ddp.train.state.packing import without_devices
+from cluster_ddp.train.state.packing import without_devices, without_words
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import EXTRA, Collected, State
 
@@ -114,13 +114,8 @@ def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[st
         if name.startswith(("task.", EXTRA)) and not equal_bits(extra[name], tensors[name])
     ]
     for kind in ("task", "extra_state"):
-        # Not words, such as the name of the host, nor sets, which come back in any order.
-        both = [
-            key
-            for key in sorted(scalars.get(kind, {}).keys() & now[kind].keys())
-            if type(scalars[kind][key]) is not str and 'set"' not in json.dumps(scalars[kind][key])
-        ]
-        was, is_now = ({f"{kind}.{key}": of[kind][key] for key in both} for of in (scalars, now))
+        both = sorted(scalars.get(kind, {}).keys() & now[kind].keys())
+        was, is_now = ({f"{kind}.{key}": without_words(of[kind][key]) for key in both} for of in (scalars, now))
         differing += _scalars_that_differ(was, is_now)
     if differing:
         raise _refusal(state, differing, "task")
