@@ -81,7 +81,7 @@ def explain(error: Exception, run: RunDirectory) -> str:
         return str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if str(error.filename or "").startswith("/dev/shm"):  # which TMPDIR does not replace
-            return f"{error}; make room there: other jobs may have left files, which take the node's memory"
+            return f"{error}; free some space there: files left by other jobs use the node's memory"
         return f"{error}; make room there (a quota counts, too), or set TMPDIR to another folder"
     if error.errno == errno.EMFILE:
         return f"{error}; {_MORE_FILES}"

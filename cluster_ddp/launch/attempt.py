@@ -105,7 +105,7 @@ def begin_patiently(
             if cause is None or clock() - began > lasts or unless():
                 raise
             if not said:
-                say(f"{error}; trying again for up to {lasts:.0f} s")
+                say(f"{error}; retrying for up to {lasts:.0f} s")
             said = True
             pause(_POLL_SECONDS)
 

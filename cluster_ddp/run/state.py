@@ -230,7 +230,7 @@ def _last_output(history: History, record: RunRecord | None, job: SlurmJob) -> s
     last = next((line.strip() for line in reversed(lines) if line.strip()), None)
     said = f"{name} is empty" if last is None else f"{name} ends with: {last[:_LONGEST_QUOTE]}"
     by_itself = job.state in ("COMPLETED", "FAILED")
-    return f"({said}{'; if launch.setup has lines, one of them may have ended the script' if by_itself else ''})"
+    return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 
 
 def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:

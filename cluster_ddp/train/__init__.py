@@ -10,7 +10,7 @@ randomness, inner_parts           seeds, and the generators that objects hold
 refusals, unsuited_optimizers, communicating   what is refused early, and what must run on all ranks
 distributed, meeting              the process group, and one run directory for all ranks
 rank, failure, errors             a rank as a process, and how it fails
-deferred_dynamo                   what a rank need not import
+deferred_dynamo                   an import that ranks put off until they need it
 script, spawn, public             scripts that join a run, launch_distributed_training, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile
 

@@ -128,7 +128,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
     ("output", "words"),
     [
         (None, "(there is no slurm-7.out"),
-        ("\n", "(slurm-7.out is empty; if launch.setup has lines, one of them may have ended the script)"),
+        ("\n", "(slurm-7.out is empty; a line of launch.setup may have ended the script)"),
         ("loads cuda\nKilled\n\n", "(slurm-7.out ends with: Killed; if launch.setup has lines"),
     ],
 )

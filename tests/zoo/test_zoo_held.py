@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, random_split
 from zoo_models import FEATURES
 from zoo_training import Case, ZooTask, judge
 
+from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.training import State
 
 
@@ -334,3 +335,12 @@ class DrawsMoreAtFirst(ZooTask):
 
 def test_what_a_model_draws_does_not_change_how_a_set_is_divided(tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path, DrawsMoreAtFirst)) == "exact"
+
+
+def test_a_look_does_not_keep_gradients_in_memory() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    gradient, seen = weakref.ref(weight.grad), Attributes({"task.weight": weight})
+    assert list(seen.gradients().values()) == ["task.weight"]
+    weight.grad = None
+    assert gradient() is None and seen.gradients() == {}

@@ -210,8 +210,9 @@ def _without_optimizer(bare: Mapping[str, Any]) -> str:
     kind = f"{type(given).__module__}.{type(given).__name__}"
     if inner := [where for where, part in reachable([(name, given)], 2) if isinstance(part, Optimizer)]:
         return (
-            f"{name} is a {kind}, which is no torch.optim.Optimizer, but holds one: pass that in, {name}={inner[0]}, "
-            f"and, if the outer one has state of its own, that as well, under another name (outer={name})"
+            f"{name} is a {kind}, not a torch.optim.Optimizer, but it contains one: pass that one in, "
+            f"{name}={inner[0]}, and, if the outer one has state of its own, that as well, under another name "
+            f"(outer={name})"
         )
     return (
         f"no optimizer{'' if given is None else f' of torch.optim, but a {kind}'} is passed in: give optimizer=. For "

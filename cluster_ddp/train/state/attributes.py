@@ -41,9 +41,12 @@ class Attributes(Snapshot):
         replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
         in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
         for name in self._gradients.keys() & now._gradients.keys():
-            (before, version_before), (gradient, version) = self._gradients[name], now._gradients[name]
+            (before, version_before), (found, version) = self._gradients[name], now._gradients[name]
+            gradient = found()
+            if gradient is None:
+                continue
             if name.removesuffix(GRADIENT) in in_optimizers or GROUPS in name:
-                if before is gradient and version_before != version:  # it has been added to
+                if before() is gradient and version_before != version:  # it has been added to
                     replaced.add(name)
             elif now._is_bare(name) and _is_nonzero(gradient):  # who gave it none to step it reads its gradient
                 replaced.add(name)
@@ -80,7 +83,8 @@ class Attributes(Snapshot):
 
     def gradients(self) -> dict[int, str]:
         """The holders of tensors with a gradient, by the id of the gradient."""
-        return {id(gradient): self.holders[name] for name, (gradient, _) in self._gradients.items()}
+        found = ((name, held()) for name, (held, _) in self._gradients.items())
+        return {id(gradient): self.holders[name] for name, gradient in found if gradient is not None}
 
     def _is_bare(self, name: str) -> bool:
         return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules
@@ -143,7 +147,7 @@ class Attributes(Snapshot):
 
         def is_saved(name: str) -> bool:
             if name.endswith(GRADIENT):
-                return is_held(self._gradients[name][0], name)
+                return is_held(self._gradients[name][0](), name)
             if name.endswith(TRAINED):  # the state may say whether it is frozen
                 return any(isinstance(leaf, bool) for leaf in changed_there.values())
             if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict

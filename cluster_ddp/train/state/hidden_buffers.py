@@ -49,7 +49,7 @@ class HiddenBuffers:
             if first is not None and now.get(name) is None:
                 raise TaskError(
                     f"{name} of the model is None or deleted now, but was a tensor when training began, and would be "
-                    "again after a resume: begin with None there, or empty the tensor in place (zero_())"
+                    "a tensor again after a resume: start with None there, or clear the tensor in place (zero_())"
                 )
         if find_world().world_size == 1:
             return changed

@@ -62,8 +62,8 @@ class Packer:
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
             if not value.dtype.isnative or value.dtype.itemsize > _LARGEST[value.dtype.kind]:
                 raise TaskError(
-                    f"{name} is an array of {value.dtype.str}, which torch does not know, and so no checkpoint can "
-                    "contain: convert it, such as by array.astype(np.float32)"
+                    f"{name} is an array of dtype {value.dtype!r}, which torch does not support, so it cannot be "
+                    "saved: convert it to another one, for example array.astype(np.float64)"
                 )
             what = "array" if kind is np.ndarray else "scalar"
             return {**self._reference(torch.from_numpy(np.array(value)), name), "numpy": what}

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.weak import TensorWeakRef
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
@@ -86,7 +87,7 @@ class Snapshot:
         self._aliases: dict[str, str] = {}  # names of what was found before under another name, and that name
         self._objects: dict[str, Any] = {}  # by the first of these names
         self._trained: dict[str, bool] = {}  # of tensors that belong to no module
-        self._gradients: dict[str, tuple[Tensor, int]] = {}  # with their versions
+        self._gradients: dict[str, tuple[TensorWeakRef, int]] = {}  # with their versions; not kept in memory by this
         self._seeded = seeded
         self._known = set((known or {}).values())
         self._seen: dict[int, str] = dict(known or {})  # the first name of what was found
@@ -153,7 +154,7 @@ class Snapshot:
             if value.is_leaf and id(value) not in self._of_modules:
                 self._trained[name + TRAINED] = value.requires_grad
             if value.is_leaf and value.grad is not None:
-                self._gradients[name + GRADIENT] = value.grad, value.grad._version
+                self._gradients[name + GRADIENT] = TensorWeakRef(value.grad), value.grad._version
             self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class

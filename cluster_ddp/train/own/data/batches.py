@@ -284,9 +284,9 @@ class _Seen(Dataset[Any]):
         if os.getpid() != process or threading.get_ident() == thread:
             return None
         return DataError(
-            "the DataLoader reads the data set in a thread of its own, beside the training, whose random numbers then "
-            "depend on which of the two is faster: give num_workers= of at least 1, as processes, or a "
-            "torch.utils.data.DataLoader, whose workers read ahead exactly"
+            "the DataLoader reads the data set in a thread of its own, so random numbers depend on which thread is "
+            "faster: set num_workers to at least 1, or use a torch.utils.data.DataLoader, whose workers read ahead "
+            "exactly"
         )
 
     def __len__(self) -> int:
