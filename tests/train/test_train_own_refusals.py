@@ -145,7 +145,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=Forgetful(), epochs=1),
         "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is passed in"),
     "around an optimizer": (lambda run, model, opt: run.resumable(
-        plain(), model=model, optimizer=Around(opt), epochs=1), "holds one: pass that in, optimizer=optimizer.base"),
+        plain(), model=model, optimizer=Around(opt), epochs=1),
+        "contains one: pass that one in, optimizer=optimizer.base"),
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
         "a CopiesItself copies itself with its own __deepcopy__(), as Keras models do"),

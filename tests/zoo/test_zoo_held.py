@@ -341,6 +341,6 @@ def test_a_look_does_not_keep_gradients_in_memory() -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     gradient, seen = weakref.ref(weight.grad), Attributes({"task.weight": weight})
-    assert list(seen.gradients().values()) == ["task.weight"]
+    assert [holder for _, holder in seen.gradients().values()] == ["task.weight"]
     weight.grad = None
     assert gradient() is None and seen.gradients() == {}

@@ -81,10 +81,10 @@ class Attributes(Snapshot):
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
 
-    def gradients(self) -> dict[int, str]:
-        """The holders of tensors with a gradient, by the id of the gradient."""
+    def gradients(self) -> dict[int, tuple[Tensor, str]]:
+        """The gradients of tensors, with what holds these, by id."""
         found = ((name, held()) for name, (held, _) in self._gradients.items())
-        return {id(gradient): self.holders[name] for name, gradient in found if gradient is not None}
+        return {id(gradient): (gradient, self.holders[name]) for name, gradient in found if gradient is not None}
 
     def _is_bare(self, name: str) -> bool:
         return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules

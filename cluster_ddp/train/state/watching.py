@@ -89,7 +89,7 @@ class Watch:
 
         def note(optimizer: Optimizer, *_: Any) -> None:
             held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-            self._read |= {_gradients_in(left[id(gradient)]) for gradient in held if id(gradient) in left}
+            self._read |= {_gradients_in(left[id(gradient)][1]) for gradient in held if id(gradient) in left}
 
         if left:
             self._stops_watching = register_optimizer_step_pre_hook(note).remove
