@@ -129,7 +129,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
     [
         (None, "(there is no slurm-7.out"),
         ("\n", "(slurm-7.out is empty; a line of launch.setup may have ended the script)"),
-        ("loads cuda\nKilled\n\n", "(slurm-7.out ends with: Killed; if launch.setup has lines"),
+        ("loads cuda\nKilled\n\n", "(slurm-7.out ends with: Killed; a line of launch.setup may"),
     ],
 )
 def test_an_end_before_an_attempt_is_told_with_the_end_of_the_output(
