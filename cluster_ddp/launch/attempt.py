@@ -39,7 +39,7 @@ PASSING_SECONDS = 45.0
 _POLL_SECONDS = 1.0
 _QUEUE_SECONDS = 20.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.ENOTCONN)
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN)
 
 
 def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDirectory:

@@ -65,6 +65,15 @@ def test_a_host_whose_workers_are_killed_again_is_suspect(fresh: RunDirectory, h
     assert found(fresh, 1) == ["n2"]
 
 
+def test_a_host_whose_workers_abort_is_not_suspect(fresh: RunDirectory) -> None:
+    """As by an assertion of the program's own C++."""
+    attempts(fresh, 2)
+    for number in (0, 1):
+        error = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Aborted."
+        happened(fresh, "rank-failed", number, host="n2", rank=1, error=error)
+    assert found(fresh, 1) == []
+
+
 def test_a_rank_may_know_its_host_by_the_full_name(fresh: RunDirectory) -> None:
     attempts(fresh, 2)
     happened(fresh, "rank-failed", 0, host="n2.cluster.org", rank=1, error="ended by SIGKILL", signal="SIGKILL")

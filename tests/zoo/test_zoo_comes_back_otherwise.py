@@ -281,3 +281,33 @@ class HasArray(ZooTask):
 def test_an_array_that_torch_does_not_know_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
     verdict = judge(Case(), tmp_path, partial(HasArray, dtype))
     assert "task.array is an array of" in (verdict.refused or ""), verdict
+
+
+class KeepsHost(ZooTask):
+    """Its state says, among other things, where it was saved; and a number that loading leaves out."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.offset = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step >= 3:
+            self.offset = 5
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"info": {"host": f"node-{self.crash}"}, "place": {"offset": self.offset}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.offset = 0 if type(self) is KeepsHost else state["place"]["offset"]
+
+
+class LoadsAll(KeepsHost):
+    """Loads the number, too."""
+
+
+def test_words_in_the_state_may_differ_on_another_node_and_numbers_may_not(tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path / "forgets", KeepsHost)
+    assert verdict.refused_at is None and '"offset": 5' in (verdict.refused or ""), verdict
+    assert str(judge(Case(), tmp_path / "loads", LoadsAll)) == "exact"

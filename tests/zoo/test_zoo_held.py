@@ -344,3 +344,10 @@ def test_a_look_does_not_keep_gradients_in_memory() -> None:
     assert [holder for _, holder in seen.gradients().values()] == ["task.weight"]
     weight.grad = None
     assert gradient() is None and seen.gradients() == {}
+
+
+def test_a_sparse_gradient_is_looked_at() -> None:
+    table = nn.Parameter(torch.ones(4, 2))
+    F.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
+    seen = Attributes({"task.table": table})
+    assert seen.changed(Attributes({"task.table": table})) == ["task.table, its gradient"]
