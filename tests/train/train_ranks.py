@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -31,7 +32,11 @@ _server.set_forkserver_preload(_PRELOADED)
 def preload(*modules: str) -> None:
     """Fork ranks from a process that has imported these as well."""
     _server.set_forkserver_preload([*_PRELOADED, *modules])
-    forkserver._forkserver._stop()  # the next rank starts it again
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        # Asked to end, it would wait for whatever a killed rank has left behind.
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()  # the next rank starts it again
 
 
 def _wait_for(ranks: list[Any], results: list[Path]) -> None:
