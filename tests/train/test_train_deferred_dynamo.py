@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from cluster_ddp.launch.variables import RUN_VARIABLE
 
 PROGRAM = """
 import sys
@@ -73,6 +79,24 @@ while other.is_alive():
     torch._dynamo.utils.get_optimize_ddp_mode()
 print("done")
 """
+
+OF_ONES_OWN = """
+import sys
+from cluster_ddp.train import join_run
+import torch
+optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+print("torch._dynamo.config" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_a_program_of_ones_own_does_without_it_as_a_rank_of_a_run(of_a_run: bool, tmp_path: Path) -> None:
+    environment = {**os.environ, RUN_VARIABLE: str(tmp_path)}
+    if not of_a_run:
+        del environment[RUN_VARIABLE]
+    program = [sys.executable, "-c", OF_ONES_OWN]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == f"{not of_a_run}\n", done.stderr
 
 
 def test_a_step_while_another_thread_compiles_for_the_first_time() -> None:

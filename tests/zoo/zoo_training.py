@@ -1,7 +1,8 @@
-"""Trains a case of the zoo twice, once in one go and once with two crashes, and compares the two bit by bit."""
+"""Trains a case of the zoo twice, once in one go and once with crashes, and compares the two bit by bit."""
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from cluster_ddp.train import Task, Trainer, broadcast_object, is_main_process
 
 STEPS = 8  # of 8 samples each, of 44: the second epoch begins after 5
 SAVED_EVERY = 3
-CRASHES = (4, 7)  # each is followed by a resume from the step before
+CRASHES = (4, 7)  # each is followed by a resume from the step before; the second one within the second epoch
+OF_TRAINING = ("step", "samples", "epoch", "scalars", "tensors", "shards")  # in a manifest
 
 Loss = Callable[[Tensor, Tensor], Any]
 
@@ -162,8 +164,13 @@ def job_of(case: Case) -> JobSpec:
     )
 
 
-def judge(case: Case, folder: Path, make: Callable[..., ZooTask] = ZooTask) -> Verdict:
-    """Train a case on the ranks of this group, calmly and through two crashes; `folder` is this case's own."""
+def judge(
+    case: Case, folder: Path, make: Callable[..., ZooTask] = ZooTask, crashes: tuple[int, ...] = CRASHES
+) -> Verdict:
+    """Train a case on the ranks of this group, calmly and through crashes; `folder` is this case's own.
+
+    In the end the two checkpoints must be alike: a later crash could find nothing else.
+    """
     job = job_of(case)
     trainer: Trainer | None = None
     resumes = False
@@ -183,7 +190,7 @@ def judge(case: Case, folder: Path, make: Callable[..., ZooTask] = ZooTask) -> V
         calm = _new_run(job, folder / "calm")
         whole = attempt(calm, 0, None)
         broken = _new_run(job, folder / "broken")
-        parts = [attempt(broken, number, crash) for number, crash in enumerate((*CRASHES, None))]
+        parts = [attempt(broken, number, crash) for number, crash in enumerate((*crashes, None))]
     except ClusterDDPError as error:
         return Verdict(refused=str(error), refused_at=None if resumes else -1 if trainer is None else trainer.step)
     except Exception as error:
@@ -231,13 +238,15 @@ def live_state(task: ZooTask) -> dict[str, Any]:
 
 
 def saved_state(run: RunDirectory) -> dict[str, Any]:
-    """All tensors of the last checkpoint, EMA included."""
+    """All that the last checkpoint holds, EMA included."""
     [*_, last] = sorted(run.checkpoints.glob("step-*"))
-    return {
+    manifest = json.loads((last / "manifest.json").read_text())
+    tensors = {
         f"{last.name}: {name}": tensor_digest(tensor)
         for shard in last.glob("*.safetensors")
         for name, tensor in load_file(shard).items()
     }
+    return tensors | {f"{last.name}: {key}": manifest[key] for key in OF_TRAINING}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
