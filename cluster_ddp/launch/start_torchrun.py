@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster_ddp.launch.exits import record_exits
 from cluster_ddp.launch.torchrun import option, script_set_apart, trains_a_task
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE, SAFE_PATH_VARIABLE
-from cluster_ddp.process import gc_paused
+from cluster_ddp.process import fast_exit, gc_paused
 from cluster_ddp.run.directory import RunDirectory
 
 
@@ -30,6 +30,7 @@ def main() -> None:
         sys.argv = script_set_apart(sys.argv)
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
+    fast_exit(0)
 
 
 if __name__ == "__main__":
