@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -188,8 +189,8 @@ def judge(
 
     try:
         calm = _new_run(job, folder / "calm")
+        broken = _copy_of(calm, folder / "broken")
         whole = attempt(calm, 0, None)
-        broken = _new_run(job, folder / "broken")
         parts = [attempt(broken, number, crash) for number, crash in enumerate((*crashes, None))]
     except ClusterDDPError as error:
         return Verdict(refused=str(error), refused_at=None if resumes else -1 if trainer is None else trainer.step)
@@ -209,6 +210,12 @@ def _new_run(job: JobSpec, folder: Path) -> RunDirectory:
     run = broadcast_object(made)
     assert run is not None
     return run
+
+
+def _copy_of(run: RunDirectory, place: Path) -> RunDirectory:
+    if is_main_process():
+        shutil.copytree(run.path, place)
+    return RunDirectory(place)
 
 
 def _last_line(error: BaseException) -> str:
