@@ -19,7 +19,7 @@ from cluster_ddp.launch.allocation import SlurmAllocation
 from cluster_ddp.launch.batch_host import BatchHost
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import with_attempt
-from cluster_ddp.launch.keeper import what_follows
+from cluster_ddp.launch.judging import what_follows
 from cluster_ddp.run.runs import create_run
 
 PROJECT = Path(__file__).parents[2]
