@@ -247,6 +247,10 @@ class Stage:
         """The names of the run's events, by time."""
         return [event["event"] for event in read_events(RunDirectory(self.run))]
 
+    def said_by_script(self) -> str:
+        """The events that the script has written without its keeper."""
+        return "".join(file.read_text() for file in (self.run / "events").glob("script-*.jsonl"))
+
     def environment_of_ranks(self) -> dict[str, str]:
         """What srun found in its environment."""
         pairs = (self.folder / "srun_environment").read_bytes().decode().split("\0")[:-1]
