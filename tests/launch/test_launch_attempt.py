@@ -96,6 +96,19 @@ def test_a_disk_that_is_full_or_fails_for_a_while_is_waited_for(
             begin_after(patience)
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_an_error_of_storage_that_does_not_pass_is_told_at_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def mkdir(self: Storage, path: Path, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Storage, "mkdir", mkdir)
+    never = {"unless": lambda: False, "too_near": lambda: False}
+    with pytest.raises(RunError, match=os.strerror(number)):
+        begin_patiently(run, None, pid=os.getpid(), host=BatchHost(), pause=pytest.fail, **never)
+
+
 def test_nothing_begins_while_another_attempt_is_alive(run: RunDirectory) -> None:
     begin_attempt(run, host="here", pid=os.getpid(), nodes=1, procs=1)
     with pytest.raises(RunAlive, match="is alive"):

@@ -27,21 +27,25 @@ from cluster_ddp.run.storage import Storage
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
 
-@pytest.mark.parametrize(("lasts", "queued"), [(20, True), (1000, False)])
+@pytest.mark.parametrize(
+    ("number", "lasts", "queued", "tried_for"),
+    [(errno.ESTALE, 20, True, 20), (errno.ESTALE, 1000, False, 45), (errno.EACCES, 20, False, 0)],
+)
 def test_an_error_of_storage_that_passes_as_the_attempt_ends_loses_no_requeue(
-    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, lasts: float, queued: bool
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, number: int, lasts: float, queued: bool, tried_for: float
 ) -> None:
     """As while an NFS server fails over. One that lasts would let the job fail in the same way again and again."""
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
 
     def job_file(path: Path) -> JobSpec:
         if world.now < 100 + lasts:
-            raise JobFileError("job.yaml cannot be read: Stale file handle") from OSError(errno.ESTALE, "stale")
+            raise JobFileError("job.yaml cannot be read") from OSError(number, os.strerror(number))
         return load_resolved(path)
 
     monkeypatch.setattr(decision, "_load_resolved", lambda: job_file)
     live(world)
     assert world.queued is queued and not world.faults
+    assert tried_for <= world.now - 100 <= tried_for + 5
     assert queued or describe(world.run, {}).state.value == "FAILED"
 
 
