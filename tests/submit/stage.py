@@ -231,7 +231,7 @@ class Stage:
         calls = []
         for file in sorted((self.folder / "calls").iterdir()):
             words = file.read_bytes().decode().split("\0")[:-1]
-            if words[0] == program:
+            if words[:1] == [program]:  # one that is just being recorded is still empty
                 calls.append(words[1:])
         return calls
 
