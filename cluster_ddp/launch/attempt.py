@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.lost_nodes import record_lost_nodes
@@ -32,6 +32,8 @@ from cluster_ddp.slurm.states import ACTIVE, SlurmJob
 
 if TYPE_CHECKING:
     from cluster_ddp.run.decision import Decision
+
+T = TypeVar("T")
 
 ROOM_SECONDS = 900.0
 PASSING_SECONDS = 45.0
@@ -76,25 +78,24 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
     return attempt
 
 
-def begin_patiently(
+def patiently(
+    do: Callable[[], T],
     run: RunDirectory,
-    start: SlurmStart | None,
     *,
-    pid: int,
     host: BatchHost,
     pause: Callable[[float], None],
     unless: Callable[[], bool],
     too_near: Callable[[], bool],
     patience: float = ROOM_SECONDS,
-) -> AttemptDirectory | None:
-    """Begin the attempt, waiting while storage is full, fails or hangs, since ending the job now would end the run.
+) -> T | None:
+    """Do what precedes an attempt, waiting while storage is full, fails or hangs: ending the job would end the run.
 
     Returns None if storage does not respond in that time.
 
     Parameters
     ----------
     unless
-        Whether the job is ended; then the attempt is not waited for any longer, unless it begins in a moment.
+        Whether the job is ended; then storage is not waited for any longer, unless it takes but a moment.
     too_near
         Whether there is no time to wait at all.
     patience
@@ -119,9 +120,7 @@ def begin_patiently(
             return unless()
 
         try:
-            return host.within(
-                max(_SLOW_SECONDS, began + patience - tried), lambda: begin(run, start, pid=pid), unless=hangs
-            )
+            return host.within(max(_SLOW_SECONDS, began + patience - tried), do, unless=hangs)
         except (RunError, OSError) as error:
             cause = storage_error(error)
             lasts = patience if cause is not None and cause.errno in FULL_ERRORS else min(patience, PASSING_SECONDS)

@@ -22,11 +22,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
-from cluster_ddp.launch.attempt import begin_patiently, storage_error
+from cluster_ddp.launch.attempt import begin, patiently, storage_error
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
@@ -47,7 +48,8 @@ from cluster_ddp.run.run_state import RunState
 from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
-_AVOID_SECONDS = 60.0
+T = TypeVar("T")
+
 _RECORD_SECONDS = 20.0
 
 
@@ -127,17 +129,14 @@ class Keeper:
 
     def _keep(self) -> KeptStart:
         self._end.listen()
-        bad = self._hosts_to_leave()
-        if bad:
+        bad = self._patiently(self._bad_hosts)
+        if bad and self._leaves(bad):
             return self._start_again(None, bad, "hosts that failed more than once")
-        attempt = self._begin()
-        if attempt is None and self._end.reason is None:
-            why = f"the attempt could not begin: storage does not respond on {self._host_name}"
-            say(f"{why}: starting again, elsewhere if possible")
-            return self._start_again(None, [self._host_name], why)
+        attempt = None if bad is None else self._patiently(self._begin)
         if attempt is None:
-            self._end.find_out_why(self._say_delayed)
-            return self._start_again(None, [], "the job is ended before its attempt could begin")
+            return self._give_up()
+        self._attempt = attempt
+        self._end.begin(attempt)
         self._train(attempt)
         self._end.react_to_all()
         if self._is_superseded():
@@ -149,36 +148,17 @@ class Keeper:
 
     # -- the beginning -------------------------------------------------------------------------------------------------
 
-    def _hosts_to_leave(self) -> list[str]:
-        """Return the bad hosts because of which this allocation is given back before anything is trained on it."""
-        start = self._allocation.start
-        if start is None:
-            return []
-        bad = self._host.within(
-            _AVOID_SECONDS, lambda: hosts_to_avoid(self._run, start), unless=self._end.has_come_too_near
-        )
-        if not bad:
-            return []
-        names = " ".join(bad)
-        if not self._allocation.has_enough_others(bad):
-            say(f"{names} failed more than once, but the partition has too few other nodes: continuing with them")
-            return []
-        say(f"this allocation includes hosts that failed more than once ({names}): starting again without them")
-        self._end.react_to_all()
-        return bad
-
-    def _begin(self) -> AttemptDirectory | None:
-        """Begin the attempt; None if storage hangs, or if the job is ended while storage is full or fails."""
+    def _patiently(self, do: Callable[[], T]) -> T | None:
+        """Do what needs storage; None if storage hangs, or if the job is ended while storage is full or fails."""
 
         def is_ended() -> bool:
             self._end.react_to_all()
             return self._end.reason is not None
 
         try:
-            attempt = begin_patiently(
+            return patiently(
+                do,
                 self._run,
-                self._allocation.start,
-                pid=os.getpid(),
                 host=self._host,
                 pause=self._end.pause,
                 unless=is_ended,
@@ -189,10 +169,32 @@ class Keeper:
                 raise
             say(str(error))
             return None
-        if attempt is not None:
-            self._attempt = attempt
-            self._end.begin(attempt)
-        return attempt
+
+    def _bad_hosts(self) -> list[str]:
+        start = self._allocation.start
+        return hosts_to_avoid(self._run, start) if start is not None else []
+
+    def _leaves(self, bad: Sequence[str]) -> bool:
+        """Whether this allocation is given back before anything is trained on it, because of these bad hosts."""
+        names = " ".join(bad)
+        if not self._allocation.has_enough_others(bad):
+            say(f"{names} failed more than once, but the partition has too few other nodes: continuing with them")
+            return False
+        say(f"this allocation includes hosts that failed more than once ({names}): starting again without them")
+        self._end.react_to_all()
+        return True
+
+    def _begin(self) -> AttemptDirectory:
+        return begin(self._run, self._allocation.start, pid=os.getpid())
+
+    def _give_up(self) -> KeptStart:
+        """Requeue the job, whose attempt could not begin."""
+        if self._end.reason is not None:
+            self._end.find_out_why(self._say_delayed)
+            return self._start_again(None, [], "the job is ended before its attempt could begin")
+        why = f"the attempt could not begin: storage does not respond on {self._host_name}"
+        say(f"{why}: starting again, elsewhere if possible")
+        return self._start_again(None, [self._host_name], why)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.attempt import begin_patiently, decide_after
+from cluster_ddp.launch.attempt import begin as begin_start
+from cluster_ddp.launch.attempt import decide_after, patiently
 from cluster_ddp.launch.batch_host import BatchHost
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
@@ -76,10 +77,9 @@ def test_a_disk_that_is_full_or_fails_for_a_while_is_waited_for(
         def pause(_: float) -> None:
             """Tries again at once."""
 
-        return begin_patiently(
+        return patiently(
+            lambda: begin_start(run, None, pid=os.getpid()),
             run,
-            None,
-            pid=os.getpid(),
             host=BatchHost(),
             pause=pause,
             unless=lambda: False,
@@ -106,7 +106,7 @@ def test_an_error_of_storage_that_does_not_pass_is_told_at_once(
     monkeypatch.setattr(Storage, "mkdir", mkdir)
     never = {"unless": lambda: False, "too_near": lambda: False}
     with pytest.raises(RunError, match=os.strerror(number)):
-        begin_patiently(run, None, pid=os.getpid(), host=BatchHost(), pause=pytest.fail, **never)
+        patiently(lambda: begin_start(run, None, pid=os.getpid()), run, host=BatchHost(), pause=pytest.fail, **never)
 
 
 def test_nothing_begins_while_another_attempt_is_alive(run: RunDirectory) -> None:

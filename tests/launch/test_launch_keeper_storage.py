@@ -16,7 +16,7 @@ from story import SPEC, play
 
 from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.job.errors import ClusterDDPError, JobFileError
-from cluster_ddp.launch import attempt, end_of_job, keeper, stop_requests
+from cluster_ddp.launch import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.attempt import ROOM_SECONDS
 from cluster_ddp.run import decision, events
 from cluster_ddp.run.reading import read_on
@@ -252,30 +252,32 @@ def test_a_stop_for_which_there_is_no_room_is_asked_for_again(fast_disk: Path, m
     assert len(asked) == 1 and asked[0] <= 30 and world.now < 100
 
 
-def _hang_in_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hang(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Let storage take up nothing of an attempt that begins: it is not called, and would not come back."""
-
-    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], *, unless: Any = lambda: False) -> object:
-        if seconds < 60 or host.now() > 1000:
-            return do()
-        until = host.now() + seconds
-        while host.now() < until and not unless():
-            host.sleep(1)
-        return None
 
     def block(*arguments: object, **named: object) -> None:
         raise Killed
 
-    monkeypatch.setattr(attempt, "begin", block)
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], Any], *, unless: Any = lambda: False) -> object:
+        try:
+            return do()
+        except Killed:
+            until = host.now() + seconds
+        while host.now() < until and not unless():
+            host.sleep(1)
+        return None
+
+    monkeypatch.setattr(keeper, where, block)
     monkeypatch.setattr(SimulatedHost, "within", within)
 
 
+@pytest.mark.parametrize("where", ["begin", "hosts_to_avoid"])
 def test_storage_that_hangs_as_an_attempt_begins_is_told_and_left(
-    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     """The keeper waited for it until the time limit, without a word, and the run was LOST."""
     left = list[str]()
-    _hang_in_begin(monkeypatch)
+    _hang(monkeypatch, where)
     monkeypatch.setattr(SimulatedAllocation, "has_enough_others", lambda allocation, bad: True)
     monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad: bool(left.extend(bad) or left))
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life())
@@ -295,7 +297,7 @@ def test_storage_that_hangs_as_an_attempt_begins_is_told_and_left(
 def test_a_job_that_is_ended_while_storage_hangs_as_it_begins_loses_no_requeue(
     fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str, queued: bool
 ) -> None:
-    _hang_in_begin(monkeypatch)
+    _hang(monkeypatch, "begin")
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(((80, word),)))
     live(world)
     assert world.queued is queued and not world.faults
