@@ -160,7 +160,9 @@ def _read(run: RunDirectory, digest: Digest, *, strict: bool = False) -> tuple[D
 
     def skip(path: Path, error: OSError) -> None:
         if strict and error.errno in PASSING_ERRORS:
-            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+            raise RunError(
+                f"{path} cannot be read: {error.strerror}. If that lasts, restore or remove it: it decides what follows"
+            ) from error
 
     try:
         names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted
