@@ -65,6 +65,13 @@ def test_what_takes_long_is_not_waited_for_once_there_is_no_time() -> None:
     blocked.set()
 
 
+def test_an_error_of_what_is_waited_for_is_raised_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(OSError, match="away"):
+        BatchHost().within(60, _raise)
+    assert time.monotonic() - began < 20
+
+
 def test_what_the_keeper_says_does_not_hold_it_up() -> None:
     """The job's output is in the run directory: storage that hangs kept it from requeueing the job."""
     code = (

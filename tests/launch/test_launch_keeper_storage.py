@@ -19,6 +19,7 @@ from cluster_ddp.job.errors import ClusterDDPError, JobFileError
 from cluster_ddp.launch import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.attempt import ROOM_SECONDS
 from cluster_ddp.run import decision, events
+from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.reading import read_on
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
@@ -67,6 +68,21 @@ def test_a_job_that_is_ended_while_it_waits_for_room_to_begin_loses_no_requeue(
     kept = live(world)
     assert kept is not None and world.queued is queued and not world.faults
     assert world.now < 100
+
+
+@pytest.mark.parametrize("what", ["record_failed_nodes", "record_decision", "give_notice"])
+def test_an_error_in_what_is_only_recorded_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise RunError("x.jsonl cannot be read")
+
+    monkeypatch.setattr(keeper, what, fail)
+    life = Life(training="completes" if what == "give_notice" else "is killed")
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    kept = live(world)
+    assert kept is not None and world.queued is (what != "give_notice")
+    assert "RunError: x.jsonl cannot be read" in capsys.readouterr().err
 
 
 def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
