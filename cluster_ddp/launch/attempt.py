@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from cluster_ddp.launch.batch_host import say
+from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.lost_nodes import record_lost_nodes
+from cluster_ddp.process import host_name
 from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -25,6 +25,7 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import names_in_comments, read_record, run_in_comment
 from cluster_ddp.run.stopfile import TERMINATED
+from cluster_ddp.run.storage import FULL_ERRORS, PASSING_ERRORS
 from cluster_ddp.slurm.commands import SlurmError, query_jobs
 from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import ACTIVE, SlurmJob
@@ -32,14 +33,15 @@ from cluster_ddp.slurm.states import ACTIVE, SlurmJob
 if TYPE_CHECKING:
     from cluster_ddp.run.decision import Decision
 
+T = TypeVar("T")
+
 ROOM_SECONDS = 900.0
 PASSING_SECONDS = 45.0
 """For which storage may fail, other than by being full: its server may fail over or restart."""
 
 _POLL_SECONDS = 1.0
 _QUEUE_SECONDS = 20.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN)
+_SLOW_SECONDS = 10.0  # after which storage counts as hanging
 
 
 def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDirectory:
@@ -76,33 +78,53 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
     return attempt
 
 
-def begin_patiently(
+def patiently(
+    do: Callable[[], T],
     run: RunDirectory,
-    start: SlurmStart | None,
     *,
-    pid: int,
-    clock: Callable[[], float],
+    host: BatchHost,
     pause: Callable[[float], None],
     unless: Callable[[], bool],
+    too_near: Callable[[], bool],
     patience: float = ROOM_SECONDS,
-) -> AttemptDirectory:
-    """Begin the attempt, waiting while storage is full or fails, since ending the job now would end the run for good.
+) -> T | None:
+    """Do what precedes an attempt, waiting while storage is full, fails or hangs: ending the job would end the run.
+
+    Returns None if storage does not respond in that time.
 
     Parameters
     ----------
     unless
-        Called after each pause; once it is true, the attempt is not waited for any longer.
+        Whether the job is ended; then storage is not waited for any longer, unless it takes but a moment.
+    too_near
+        Whether there is no time to wait at all.
     patience
-        Seconds to wait for room. Other errors of storage either pass sooner or do not pass.
+        Seconds to wait for room, or for storage to respond. Other errors of storage either pass sooner or do not pass.
     """
-    began, said = clock(), False
+    began, said = host.now(), False
     while True:
+        tried = host.now()
+
+        def hangs(tried: float = tried) -> bool:
+            nonlocal said
+            if too_near():
+                return True
+            if host.now() - tried < _SLOW_SECONDS:
+                return False
+            if not said:
+                say(
+                    f"the attempt cannot begin yet: storage ({run.path}), or Slurm, does not respond on {host_name()}; "
+                    f"waiting for up to {patience / 60:.0f} min"
+                )
+            said = True
+            return unless()
+
         try:
-            return begin(run, start, pid=pid)
+            return host.within(max(_SLOW_SECONDS, began + patience - tried), do, unless=hangs)
         except (RunError, OSError) as error:
             cause = storage_error(error)
-            lasts = patience if cause is not None and cause.errno in _FULL else min(patience, PASSING_SECONDS)
-            if cause is None or clock() - began > lasts or unless():
+            lasts = patience if cause is not None and cause.errno in FULL_ERRORS else min(patience, PASSING_SECONDS)
+            if cause is None or host.now() - began > lasts or unless():
                 raise
             if not said:
                 say(f"{error}; retrying for up to {lasts:.0f} s")
@@ -113,7 +135,7 @@ def begin_patiently(
 def storage_error(error: Exception) -> OSError | None:
     """Return the error of storage that an error is, or comes from, and that may pass; None if there is none."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    return cause if isinstance(cause, OSError) and cause.errno in (*_FULL, *_PASSING) else None
+    return cause if isinstance(cause, OSError) and cause.errno in (*FULL_ERRORS, *PASSING_ERRORS) else None
 
 
 def decide_after(

@@ -107,8 +107,10 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     ------
     RunEnded
         Only a person may restart the run, or it is complete.
+    RunError
+        Storage does not let the events be read, which may pass.
     """
-    history = read_history(run)
+    history = read_history(run, strict=True)
     last = history.last
     if start.restart_count == 0 or last is None or not is_earlier_start(last, start.task, start.restart_count):
         return []

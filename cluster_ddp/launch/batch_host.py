@@ -35,6 +35,14 @@ class Answer(NamedTuple):
 
 
 News = Signal | Answer
+_Done = tuple[T | None, Exception | None]
+
+
+def _result(done: _Done[T]) -> T | None:
+    result, error = done
+    if error is not None:
+        raise error
+    return result
 
 
 class BatchHost:
@@ -95,17 +103,18 @@ class BatchHost:
     def within(self, seconds: float, do: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T | None:
         """Return the result of `do`, or None if it takes longer: shared storage may block a process indefinitely.
 
+        Its error is raised here. What is not waited for any longer ends in the background, or with this process.
+
         Parameters
         ----------
         unless
             Called while waiting; once it is true, `do` is not waited for any longer.
         """
-        done: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self.beside(lambda: done.put(do()))
+        done = self._begin(do)
         until = time.monotonic() + seconds
         while True:
             try:
-                return done.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+                return _result(done.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))))
             except queue.Empty:
                 if time.monotonic() >= until or unless():
                     return None
@@ -122,23 +131,25 @@ class BatchHost:
         """
         if self.waits_for_storage:
             return None
-        done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+        done = self._begin(do)
+        try:
+            return _result(done.get(timeout=_GLANCE_SECONDS))
+        except queue.Empty:
+            self._blocked = done
+            return None
 
-        def look() -> None:
+    def _begin(self, do: Callable[[], T]) -> queue.SimpleQueue[_Done[T]]:
+        """Begin to do something in the background; return where its result will be put."""
+        done: queue.SimpleQueue[_Done[T]] = queue.SimpleQueue()
+
+        def put() -> None:
             try:
                 done.put((do(), None))
             except Exception as error:
                 done.put((None, error))
 
-        self.beside(look)
-        try:
-            seen, error = done.get(timeout=_GLANCE_SECONDS)
-        except queue.Empty:
-            self._blocked = done
-            return None
-        if error is not None:
-            raise error
-        return seen
+        self.beside(put)
+        return done
 
     def start_job_step(
         self, command: Sequence[str], environment: Mapping[str, str], attempt: AttemptDirectory, nodes: int, parent: int

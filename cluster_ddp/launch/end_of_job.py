@@ -206,7 +206,8 @@ class EndOfJob:
 
     @property
     def _and_stops(self) -> str:
-        return ": asking training to save and end" if self._step_ended_at is None else ""
+        trains = self._attempt is not None and self._step_ended_at is None
+        return ": asking training to save and end" if trains else ""
 
     def _came_too_late(self, came: Signal) -> bool:
         """Whether a signal played no part in the end of the job step.

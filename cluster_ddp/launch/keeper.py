@@ -19,19 +19,20 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
-from cluster_ddp.launch.attempt import PASSING_SECONDS, begin_patiently, decide_after, storage_error
-from cluster_ddp.launch.bad_hosts import hosts_to_avoid, suspects
+from cluster_ddp.launch.attempt import begin, patiently, storage_error
+from cluster_ddp.launch.bad_hosts import hosts_to_avoid
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import leaves_port_open, with_attempt
+from cluster_ddp.launch.judging import DECIDE_SECONDS, Follows, Judge, Verdict, what_follows
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
@@ -43,17 +44,13 @@ from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decisio
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
-from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED
+from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
-_DECIDE_SECONDS = 60.0
-_HURRIED_DECIDE_SECONDS = 2.0
-_RECORD_SECONDS = 20.0
-_RETRY_SECONDS = 1.0
+T = TypeVar("T")
 
-Follows = Literal["end", "start again", "fail"]
+_RECORD_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -73,26 +70,6 @@ class KeptStart:
     follows: Follows
     action: str
     why: str
-
-
-def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool) -> Follows:
-    """Determine what happens to the job, given the decision about the run.
-
-    Parameters
-    ----------
-    action
-        The decision; None if none could be made.
-    reason
-        Why Slurm ends the job; None if it does not.
-    cannot_decide
-        Whether SIGKILL is near, this host has lost the run directory, or its storage does not respond. A start that
-        therefore could not decide is followed by one that can.
-    """
-    if action in ("done", "stop"):
-        return "end"
-    if action == "requeue" or (action is None and cannot_decide):
-        return "end" if reason == CANCEL else "start again"  # the owner wanted it to end
-    return "fail"
 
 
 class Keeper:
@@ -123,7 +100,6 @@ class Keeper:
         self._host = host or BatchHost()
         self._end = EndOfJob(allocation, self._host, warning=warning)
         self._attempt: AttemptDirectory | None = None
-        self._undecided = "the next step could not be decided"
         self._storage_answers = True
 
     def keep(self) -> KeptStart:
@@ -148,60 +124,77 @@ class Keeper:
     def _stay_ended(self) -> None:
         self._end.stop_listening()
         self._allocation.stay_ended(unwanted=self._end.unwanted())
-        self._host.within(NOTICE_SECONDS + _RECORD_SECONDS, lambda: give_notice(self._run, writer=self._writer))
+        seconds = NOTICE_SECONDS + _RECORD_SECONDS
+        self._aside(lambda: give_notice(self._run, writer=self._writer), seconds=seconds)
 
     def _keep(self) -> KeptStart:
         self._end.listen()
-        bad = self._hosts_to_leave()
-        if bad:
+        bad = self._patiently(self._bad_hosts)
+        if bad and self._leaves(bad):
             return self._start_again(None, bad, "hosts that failed more than once")
-        attempt = self._begin()
+        attempt = None if bad is None else self._patiently(self._begin)
         if attempt is None:
-            self._end.find_out_why(self._say_delayed)
-            return self._start_again(None, [], "the job is ended before its attempt could begin")
+            return self._give_up()
+        self._attempt = attempt
+        self._end.begin(attempt)
         self._train(attempt)
         self._end.react_to_all()
         if self._is_superseded():
             why = "a newer attempt has begun: what this one did after that does not count"
             return KeptStart("end", "stop", why)
         self._end.find_out_why(self._say_delayed)
-        decision, bad = self._decide(attempt)
-        return self._act_on(attempt, decision, bad)
+        judge = Judge(attempt, self._allocation, self._host, self._end, host_name=self._host_name, writer=self._writer)
+        return self._act_on(attempt, judge.judge(storage_answers=self._storage_answers))
 
     # -- the beginning -------------------------------------------------------------------------------------------------
 
-    def _hosts_to_leave(self) -> list[str]:
-        """Return the bad hosts because of which this allocation is given back before anything is trained on it."""
-        start = self._allocation.start
-        bad = hosts_to_avoid(self._run, start) if start is not None else []
-        if not bad:
-            return []
-        names = " ".join(bad)
-        if not self._allocation.has_enough_others(bad):
-            say(f"{names} failed more than once, but the partition has too few other nodes: continuing with them")
-            return []
-        say(f"this allocation includes hosts that failed more than once ({names}): starting again without them")
-        self._end.react_to_all()
-        return bad
+    def _patiently(self, do: Callable[[], T]) -> T | None:
+        """Do what needs storage; None if storage hangs, or if the job is ended while storage is full or fails."""
 
-    def _begin(self) -> AttemptDirectory | None:
-        """Begin the attempt; None if the job is ended while storage is full or fails."""
+        def is_ended() -> bool:
+            self._end.react_to_all()
+            return self._end.reason is not None
+
         try:
-            self._attempt = begin_patiently(
+            return patiently(
+                do,
                 self._run,
-                self._allocation.start,
-                pid=os.getpid(),
-                clock=self._host.now,
+                host=self._host,
                 pause=self._end.pause,
-                unless=lambda: self._end.reason is not None,
+                unless=is_ended,
+                too_near=self._end.has_come_too_near,
             )
         except (RunError, OSError) as error:
             if storage_error(error) is None or self._end.reason is None:
                 raise
             say(str(error))
             return None
-        self._end.begin(self._attempt)
-        return self._attempt
+
+    def _bad_hosts(self) -> list[str]:
+        start = self._allocation.start
+        return hosts_to_avoid(self._run, start) if start is not None else []
+
+    def _leaves(self, bad: Sequence[str]) -> bool:
+        """Whether this allocation is given back before anything is trained on it, because of these bad hosts."""
+        names = " ".join(bad)
+        if not self._allocation.has_enough_others(bad):
+            say(f"{names} failed more than once, but the partition has too few other nodes: continuing with them")
+            return False
+        say(f"this allocation includes hosts that failed more than once ({names}): starting again without them")
+        self._end.react_to_all()
+        return True
+
+    def _begin(self) -> AttemptDirectory:
+        return begin(self._run, self._allocation.start, pid=os.getpid())
+
+    def _give_up(self) -> KeptStart:
+        """Requeue the job, whose attempt could not begin."""
+        if self._end.reason is not None:
+            self._end.find_out_why(self._say_delayed)
+            return self._start_again(None, [], "the job is ended before its attempt could begin")
+        why = f"the attempt could not begin: storage does not respond on {self._host_name}"
+        say(f"{why}: starting again, elsewhere if possible")
+        return self._start_again(None, [self._host_name], why)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +223,7 @@ class Keeper:
         while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():
             if job_step.has_exited:  # storage hides how it ended
                 exited_at = min(exited_at, self._host.now())
-                self._storage_answers = self._host.now() - exited_at < _DECIDE_SECONDS
+                self._storage_answers = self._host.now() - exited_at < DECIDE_SECONDS
             if not self._storage_answers:
                 break
             self._end.react_to_next()
@@ -240,77 +233,24 @@ class Keeper:
         self._end.react_to_all()  # including what arrived while storage blocked this process
         if start is not None and self._storage_answers:
             writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
-            self._host.within(
-                _RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends)
+            self._aside(
+                lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends),
+                unless=self._end.has_come_too_near,
             )
 
     # -- done, failed or requeued? -------------------------------------------------------------------------------------
 
-    def _decide(self, attempt: AttemptDirectory) -> tuple[Decision | None, list[str]]:
-        """Decide about the run and which hosts it should avoid; the decision is None if it cannot be made in time."""
-
-        def decided() -> tuple[Decision | None, list[str]]:
-            until = self._host.now() + PASSING_SECONDS
-            while True:
-                try:
-                    start = self._allocation.start
-                    decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
-                    bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
-                    return decision, bad
-                except Exception as error:  # such an error would recur, unlike storage that does not respond
-                    if storage_error(error) is None or self._host.now() > until:
-                        say(f"cannot decide what follows attempt {attempt.number}: {error}")
-                        self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
-                        return None, []
-                self._host.sleep(_RETRY_SECONDS)
-
-        found = None
-        if self._storage_answers:
-            least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
-            seconds = min(_DECIDE_SECONDS, max(least, self._end.seconds_left()))
-            found = self._host.within(seconds, decided, unless=self._end.has_come_too_near)
-        if found is None:
-            self._storage_answers = False
-            self._undecided += f": storage does not respond on {self._host_name}"
-        return found or (None, [])
-
-    @property
-    def _host_name(self) -> str:
-        """What Slurm calls this host."""
-        start = self._allocation.start
-        return (start.batch_host if start else "") or host_name()
-
-    @property
-    def _writer(self) -> str:
-        start = self._allocation.start
-        return on_this_host(f"batch-{start.job_id if start else os.getpid()}")
-
-    def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> KeptStart:
-        action = decision.action if decision else None
-        why = decision.why if decision else self._undecided
-        lost = self._host_without_run()
-        cannot_decide = self._end.out_of_time() or bool(lost) or not self._storage_answers
-        follows = what_follows(action, reason=self._end.reason, cannot_decide=cannot_decide)
+    def _act_on(self, attempt: AttemptDirectory, verdict: Verdict) -> KeptStart:
+        follows = what_follows(verdict.action, reason=self._end.reason, cannot_decide=verdict.cannot_decide)
         ending = f" ({self._end.reason})" if self._end.reason else ""
-        say(f"attempt {attempt.number} ends: {action or follows}{ending}: {why}")
+        say(f"attempt {attempt.number} ends: {verdict.action or follows}{ending}: {verdict.why}")
         if follows == "start again":
-            return self._start_again(attempt, [*bad, *(host for host in lost if host not in bad)], why)
-        if decision is not None:
-            self._record(attempt, decision)
+            return self._start_again(attempt, verdict.bad, verdict.why)
+        if verdict.decision is not None:
+            self._record(attempt, verdict.decision)
         elif follows == "fail":
-            self._write(REQUEUE_FAILED, reason=why)
-        return KeptStart(follows, action or "fail", why)
-
-    def _host_without_run(self) -> list[str]:
-        """Return this host if it cannot write the run directory: Slurm would end a start here before it could begin."""
-        start, events = self._allocation.start, self._run.events
-        if not self._storage_answers:
-            return []
-        writable = self._host.within(_HURRIED_DECIDE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
-        if writable is not False or start is None:
-            return []
-        say(f"{self._run.path} cannot be written on {self._host_name}")
-        return [self._host_name]
+            self._write(REQUEUE_FAILED, reason=verdict.why)
+        return KeptStart(follows, verdict.action or "fail", verdict.why)
 
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
         """Requeue the job, and only then record it: an event states what was accepted, not what was intended."""
@@ -345,6 +285,17 @@ class Keeper:
             self._write(WARNING, message=f"the bad hosts are excluded from further starts of this job: {names}")
         return KeptStart("start again", "requeue", why)
 
+    @property
+    def _host_name(self) -> str:
+        """What Slurm calls this host."""
+        start = self._allocation.start
+        return (start.batch_host if start else "") or host_name()
+
+    @property
+    def _writer(self) -> str:
+        start = self._allocation.start
+        return on_this_host(f"batch-{start.job_id if start else os.getpid()}")
+
     def _why_it_ends(self) -> str | None:
         """Return why the job ends, as far as is certain. A newer attempt shows that it has already been requeued."""
         return REQUEUED if self._is_superseded() else self._end.certain_reason()
@@ -365,10 +316,23 @@ class Keeper:
             number = attempts[-1].number if attempts else None
             EventWriter(self._run, self._writer).write(event, attempt=number, **fields)
 
-        self._host.within(_RECORD_SECONDS, write)
+        self._aside(write)
 
     def _record(self, attempt: AttemptDirectory, decision: Decision) -> None:
-        self._host.within(_RECORD_SECONDS, lambda: record_decision(attempt, decision, writer=self._writer))
+        self._aside(lambda: record_decision(attempt, decision, writer=self._writer))
+
+    def _aside(
+        self,
+        record: Callable[[], object],
+        *,
+        seconds: float = _RECORD_SECONDS,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Do something that the job does not depend on."""
+        try:
+            self._host.within(seconds, record, unless=unless)
+        except Exception as error:
+            say(f"{type(error).__name__}: {error}")
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -386,14 +350,15 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Entry point of ``python -m cluster_ddp.launch.keeper``."""
     parsed = _arguments(arguments)
-    limit_umask(parsed.run)
+    host = BatchHost()
+    host.glance(lambda: limit_umask(parsed.run))  # it looks at the folder
     start = this_start(os.environ)
     if start is None:
         say("the keeper runs inside a Slurm job, and there is no SLURM_JOB_ID here")
         return 2
     run, warning = RunDirectory(parsed.run.absolute()), signal.Signals[f"SIG{parsed.warning}"]
     try:
-        kept = Keeper(run, parsed.step, SlurmAllocation(start), warning=warning).keep()
+        kept = Keeper(run, parsed.step, SlurmAllocation(start), warning=warning, host=host).keep()
     except RunAlive as error:
         return _refuse(error, exit_statuses.RUN_ALIVE)
     except RunEnded as error:

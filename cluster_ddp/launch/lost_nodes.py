@@ -77,7 +77,7 @@ def record_failed_nodes(
         error = f"the job step was cancelled from outside, as by scancel {start.task}.0"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
-    history = read_history(attempt.run)
+    history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
     hosts = [short_name(host) for host in start.hosts]
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
         _record_killed_node(history, attempt, writer, job_step)

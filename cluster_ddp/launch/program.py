@@ -312,7 +312,7 @@ class NodeProgram:
         told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
         # Once another node has failed, its peers lose their connections: by their clocks perhaps even earlier.
         self._record(events.NODE_FAILED, error=failure.error, suspect=(failure.suspect or alone) and not told)
-        if not alone:
+        if not alone and self._host == min(failure.came, default=self._host):  # the others see the same
             for host, node in missing.items():
                 if host in told:  # by a node that gave up sooner
                     continue

@@ -61,10 +61,10 @@ def begin_attempt(
         The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and nobody has
         asked to resume it since.
     RunError
-        The run's folder cannot be written.
+        The run's folder cannot be read or written.
     """
     run.refuse_links()
-    history = read_history(run)
+    history = read_history(run, strict=True)
     refuse_ended(history)
     last, decision = history.last, None
     while True:

@@ -58,8 +58,13 @@ def decide(
     job_goes_on
         Asks whether Slurm lets the attempt's job keep running, or ends it only for now. Called only when a SIGTERM
         ended the attempt and its files do not say why: `scancel --signal=TERM` does not cancel the job.
+
+    Raises
+    ------
+    RunError
+        Storage does not let the events be read, which may pass.
     """
-    history = read_history(run)
+    history = read_history(run, strict=True)
     outcome = outcome_of(history, attempt.number)
     if outcome.ending is Ending.FAILED_AT_START:
         early = f"in its first {LONGEST_START_SECONDS / 60:.0f} minutes"

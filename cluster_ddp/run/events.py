@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.printing import say
 from cluster_ddp.run.digest import Digest, read_digest
+from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.reading import MAX_LINES, as_time, as_whole, parse_lines, read_on
-from cluster_ddp.run.storage import Storage, open_lines
+from cluster_ddp.run.storage import PASSING_ERRORS, Storage, open_lines
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
@@ -134,12 +135,17 @@ def caller() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def read_events(run: RunDirectory) -> list[dict[str, Any]]:
+def read_events(run: RunDirectory, *, strict: bool = False) -> list[dict[str, Any]]:
     """Read all events of a run that matter, merged by time. What cannot be read, or is not an event, is skipped.
 
     For attempts that are over, what many nodes reported alike may appear once: see `cluster_ddp.run.condense`.
+
+    Parameters
+    ----------
+    strict
+        For whoever decides what follows: raise `RunError` instead if storage fails in a way that may pass.
     """
-    whole, torn = _read(run, read_digest(run.digest_file))
+    whole, torn = _read(run, read_digest(run.digest_file), strict=strict)
     return sorted([*whole.events, *torn], key=_time)
 
 
@@ -149,24 +155,33 @@ def read_whole_events(run: RunDirectory) -> Digest:
     return Digest(tuple(sorted(whole.events, key=_time)), whole.places)
 
 
-def _read(run: RunDirectory, digest: Digest) -> tuple[Digest, list[dict[str, Any]]]:
+def _read(run: RunDirectory, digest: Digest, *, strict: bool = False) -> tuple[Digest, list[dict[str, Any]]]:
     """Read the updated digest, and the events in lines that do not end yet."""
+
+    def skip(path: Path, error: OSError) -> None:
+        if strict and error.errno in PASSING_ERRORS:
+            raise RunError(
+                f"{path} cannot be read: {error.strerror}. If that lasts, restore or remove it: it decides what follows"
+            ) from error
+
     try:
         names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted
-    except OSError:
+    except OSError as error:
+        skip(run.events, error)
         return Digest(), []
     if not digest.places.keys() <= set(names):
-        return _read(run, Digest())
+        return _read(run, Digest(), strict=strict)
     events, torn, places = _events_among(digest.events), [], dict(digest.places)
     for name in names:
         if not name.endswith(".jsonl"):
             continue
         try:
             data, begin = read_on(run.events / name, places.get(name, 0), MAX_LINES)
-        except OSError:
+        except OSError as error:
+            skip(run.events / name, error)
             continue
         if begin is None:  # the digest belongs to different files
-            return _read(run, Digest())
+            return _read(run, Digest(), strict=strict)
         end = data.rfind(b"\n") + 1
         places[name] = begin + end
         events += _events_among(parse_lines(data[:end])) if end else []

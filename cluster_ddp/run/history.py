@@ -197,14 +197,16 @@ class History:
         return idle
 
 
-def read_history(run: RunDirectory, known: Iterable[AttemptRecord] = ()) -> History:
+def read_history(run: RunDirectory, known: Iterable[AttemptRecord] = (), *, strict: bool = False) -> History:
     """Read a run's events and attempts as they are now.
 
     Parameters
     ----------
     known
         Records that were read a moment ago. Those of attempts that are over do not change and are not read again.
+    strict
+        See `cluster_ddp.run.events.read_events`.
     """
     over = {record.number: record for record in known if record.ended is not None}
     attempts = tuple(over.get(attempt.number) or read_attempt(attempt) for attempt in list_attempts(run))
-    return History(run, tuple(read_events(run)), attempts)
+    return History(run, tuple(read_events(run, strict=strict)), attempts)

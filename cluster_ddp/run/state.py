@@ -271,7 +271,8 @@ def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | 
     """Return what keeps a running job from training; None once its ranks train, or if unknown."""
     last = history.current_attempt
     if last is None or last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, events.REQUEUED):
-        return f"starting: no attempt yet, still in launch.setup or starting Python {see_output(record, job_id)}"
+        what = "still in launch.setup, starting Python or waiting for storage"
+        return f"starting: no attempt yet, {what} {see_output(record, job_id)}"
     if last.nodes is None or history.of_attempt(last.number, events.STARTED, events.RESUMED):
         return None
     nodes = {event.get("node"): event for event in history.of_attempt(last.number, events.NODE_STARTED)}

@@ -22,6 +22,9 @@ from typing import Any
 # durable as it can get.
 _FOLDER_FLUSH_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+PASSING_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN)
+"""What storage may fail with, other than by being full, while its server fails over or restarts."""
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 """For `os.open`: a link in place of the file is an error, because it may lead anywhere."""
 

@@ -61,13 +61,21 @@ cluster_ddp_restore() {
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
     local cluster_ddp_again=once cluster_ddp_what=$2 cluster_ddp_line cluster_ddp_lines=()
+    local cluster_ddp_text='' cluster_ddp_whole=''
     cluster_ddp_restore
     # Of a function that fails, such as module, bash knows what failed inside of it, and not the line that calls it.
-    [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 1 cluster_ddp_lines <"${3:-$0}"; } 2>/dev/null
-    cluster_ddp_line=${cluster_ddp_lines[*]:-}
-    if [[ $cluster_ddp_line && ${cluster_ddp_line//[[:space:]]/} != *"${cluster_ddp_what//[[:space:]]/}"* ]]; then
-        cluster_ddp_what=${cluster_ddp_line#"${cluster_ddp_line%%[![:space:]]*}"}
+    [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 5 cluster_ddp_lines <"${3:-$0}"; } 2>/dev/null
+    for cluster_ddp_line in "${cluster_ddp_lines[@]:-}"; do # until they are a whole command
+        cluster_ddp_text+=${cluster_ddp_text:+$'\n'}$cluster_ddp_line
+        [[ $cluster_ddp_line == *\\ ]] || ! (eval "cluster_ddp_it() { $cluster_ddp_text"$'\n}') 2>/dev/null ||
+            { cluster_ddp_whole=$cluster_ddp_text && break; }
+    done
+    : "${cluster_ddp_whole:=${cluster_ddp_lines[0]:-}}"
+    cluster_ddp_line=${cluster_ddp_whole//[[:space:]\\]/} cluster_ddp_name=${cluster_ddp_what//[[:space:]\\]/}
+    if [[ $cluster_ddp_line != *"$cluster_ddp_name"* && $cluster_ddp_name != *"$cluster_ddp_line"* ]]; then
+        cluster_ddp_what=${cluster_ddp_whole#"${cluster_ddp_whole%%[![:space:]]*}"}
     fi
+    ((${#cluster_ddp_what} < 500)) || cluster_ddp_what="${cluster_ddp_what:0:500} ..."
     # It has worked once, or a signal has ended it
     ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || cluster_ddp_again=again
     # $3: a file that they read

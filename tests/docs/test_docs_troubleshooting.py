@@ -8,6 +8,7 @@ import pytest
 from documented import PROJECT, Call, finish, is_message_of_the_program
 
 from cluster_ddp.launch.ports import FIRST_PORT, PORTS
+from cluster_ddp.launch.watchdog import UNLEARNED
 from cluster_ddp.train import choose_backend
 
 PAGE = (PROJECT / "docs" / "troubleshooting.md").read_text()
@@ -29,6 +30,10 @@ def test_ports_are_those_of_the_script(call: Call) -> None:
     said = f"from {FIRST_PORT} to {FIRST_PORT + PORTS - 1}, by the job id"
     assert said in script
     assert said in PAGE
+
+
+def test_until_a_hang_is_noticed_it_takes_as_long_as_said() -> None:
+    assert f"{UNLEARNED / 60:.0f} minutes before that and while it evaluates or saves" in PAGE
 
 
 def test_backends_are_those_that_auto_picks() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,18 @@ def fresh(tmp_path: Path) -> RunDirectory:
     """A run that nothing has happened to."""
     job = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits")
     return create_run(job, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
+
+
+@pytest.fixture
+def fast_disk() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.attempt import begin_patiently, decide_after
+from cluster_ddp.launch.attempt import begin as begin_start
+from cluster_ddp.launch.attempt import decide_after, patiently
+from cluster_ddp.launch.batch_host import BatchHost
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -72,20 +73,40 @@ def test_a_disk_that_is_full_or_fails_for_a_while_is_waited_for(
 
     monkeypatch.setattr(Storage, "mkdir", mkdir)
 
-    def begin_after(patience: float) -> AttemptDirectory:
+    def begin_after(patience: float) -> AttemptDirectory | None:
         def pause(_: float) -> None:
             """Tries again at once."""
 
-        return begin_patiently(
-            run, None, pid=os.getpid(), clock=time.monotonic, pause=pause, unless=lambda: False, patience=patience
+        return patiently(
+            lambda: begin_start(run, None, pid=os.getpid()),
+            run,
+            host=BatchHost(),
+            pause=pause,
+            unless=lambda: False,
+            too_near=lambda: False,
+            patience=patience,
         )
 
     if begins:
-        assert begin_after(patience).number == 0
+        attempt = begin_after(patience)
+        assert attempt is not None and attempt.number == 0
         assert os.strerror(number) in capsys.readouterr().err
     else:
         with pytest.raises(RunError, match=os.strerror(number)):
             begin_after(patience)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_an_error_of_storage_that_does_not_pass_is_told_at_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def mkdir(self: Storage, path: Path, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Storage, "mkdir", mkdir)
+    never = {"unless": lambda: False, "too_near": lambda: False}
+    with pytest.raises(RunError, match=os.strerror(number)):
+        patiently(lambda: begin_start(run, None, pid=os.getpid()), run, host=BatchHost(), pause=pytest.fail, **never)
 
 
 def test_nothing_begins_while_another_attempt_is_alive(run: RunDirectory) -> None:

@@ -19,7 +19,7 @@ from cluster_ddp.launch.allocation import SlurmAllocation
 from cluster_ddp.launch.batch_host import BatchHost
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import with_attempt
-from cluster_ddp.launch.keeper import what_follows
+from cluster_ddp.launch.judging import what_follows
 from cluster_ddp.run.runs import create_run
 
 PROJECT = Path(__file__).parents[2]
@@ -63,6 +63,13 @@ def test_what_takes_long_is_not_waited_for_once_there_is_no_time() -> None:
     assert BatchHost().within(60, blocked.wait, unless=lambda: True) is None
     assert time.monotonic() - began < 20
     blocked.set()
+
+
+def test_an_error_of_what_is_waited_for_is_raised_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(OSError, match="away"):
+        BatchHost().within(60, _raise)
+    assert time.monotonic() - began < 20
 
 
 def test_what_the_keeper_says_does_not_hold_it_up() -> None:

@@ -12,14 +12,18 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from node_process import Node, wait_until
 
+from cluster_ddp.launch import program
+from cluster_ddp.launch.agent_failure import AgentFailure
 from cluster_ddp.launch.processes import is_alive
-from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run import events
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import outcome_of
-from cluster_ddp.run.events import NODE_FAILED, NODE_STARTED, EventWriter
+from cluster_ddp.run.events import NODE_FAILED, NODE_STARTED, EventWriter, read_events
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import AT_ONCE, PERSON, TERMINATED, TIME_LIMIT, request_stop
@@ -275,3 +279,27 @@ def test_a_node_that_fails_after_another_is_not_suspected(start_node: Start) -> 
     node = start_node("warning_rank.py", busy_port=True, prepare=has_failed)
     assert node.finish()[0] == 1
     assert [event["host"] for event in node.events("node-failed") if event["suspect"]] == ["n3"]
+
+
+def test_a_node_that_did_not_come_is_recorded_once_by_those_that_did(
+    fresh: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They give up within the same few milliseconds, and do not see yet what the others record."""
+    (attempt := fresh.attempt(0)).path.mkdir(parents=True)
+    hosts = ("n1", "n2", "n3")
+    for rank, host in enumerate(hosts):
+        EventWriter(fresh, f"node-{host}").write(NODE_STARTED, attempt=0, node=rank, host=host)
+    seen = read_events(fresh)
+    failure = AgentFailure("not all came", suspect=False, came=frozenset(hosts[:2]))
+    monkeypatch.setattr(program, "agent_failure", lambda *_: failure)
+    monkeypatch.setattr(events, "read_events", lambda _: seen)
+    for rank, host in enumerate(hosts[:2]):
+        node = program.NodeProgram.__new__(program.NodeProgram)
+        vars(node).update(
+            {"_run": fresh, "_attempt": attempt, "_node_rank": rank, "_host": host, "_endpoint": "n1:29000"}
+            | {"_join_timeout": 1.0, "_output": SimpleNamespace(folder=fresh.path)}
+            | {"_events": EventWriter(fresh, f"node-{host}")}
+        )
+        node._record_agent_failure(1)
+    monkeypatch.undo()
+    assert [event["host"] for event in read_events(fresh) if event.get("suspect")] == ["n3"]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from pathlib import Path
@@ -245,3 +247,22 @@ def test_missing_files_are_as_good_as_empty(tmp_path: Path) -> None:
         read_record(run)
     assert describe(run, None).attempts == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "fatal"), [(errno.ESTALE, True), (errno.EIO, True), (errno.EACCES, False)])
+def test_who_decides_does_not_take_what_storage_withholds_for_what_never_was(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int, fatal: bool
+) -> None:
+    """A cancelled run would begin again."""
+    EventWriter(run, "login").write("cancelled")
+
+    def read_on(path: Path, *_: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("cluster_ddp.run.events.read_on", read_on)
+    assert read_events(run) == []
+    if fatal:
+        with pytest.raises(RunError, match=r"login\.jsonl cannot be read"):
+            read_events(run, strict=True)
+    else:
+        assert read_events(run, strict=True) == []

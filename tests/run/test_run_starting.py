@@ -23,7 +23,7 @@ def told(run: RunDirectory, word: str) -> tuple[str, str | None]:
 
 def test_setup_lines_that_do_not_end_are_told(run: RunDirectory) -> None:
     add_slurm_job(run, "7")
-    words = "starting: no attempt yet, still in launch.setup or starting Python (see slurm-7.out)"
+    words = "starting: no attempt yet, still in launch.setup, starting Python or waiting for storage (see slurm-7.out)"
     assert told(run, "RUNNING") == ("RUNNING", words)
 
 

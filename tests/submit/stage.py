@@ -231,7 +231,7 @@ class Stage:
         calls = []
         for file in sorted((self.folder / "calls").iterdir()):
             words = file.read_bytes().decode().split("\0")[:-1]
-            if words[0] == program:
+            if words[:1] == [program]:  # one that is just being recorded is still empty
                 calls.append(words[1:])
         return calls
 
@@ -246,6 +246,10 @@ class Stage:
     def events(self) -> list[str]:
         """The names of the run's events, by time."""
         return [event["event"] for event in read_events(RunDirectory(self.run))]
+
+    def said_by_script(self) -> str:
+        """The events that the script has written without its keeper."""
+        return "".join(file.read_text() for file in (self.run / "events").glob("script-*.jsonl"))
 
     def environment_of_ranks(self) -> dict[str, str]:
         """What srun found in its environment."""
