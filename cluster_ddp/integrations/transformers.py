@@ -150,14 +150,18 @@ class _Training:
                 "run's own checkpoints: remove it; to start from trained weights, load them with from_pretrained()"
             )
         trainer = self._trainer
-        make_loader = trainer.get_train_dataloader
+        make_loader, take = trainer.get_train_dataloader, trainer.get_batch_samples
 
         def take_loader() -> Any:
             self._batches = map_batches(_expect_shard(make_loader()), self._run.world.world_size)
             return self._batches.ordinary()
 
+        def take_checked(batches: Iterator[Any], *more: Any) -> Any:
+            assert self._batches is not None
+            return take(map(self._batches.checked, batches), *more)
+
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(trainer, get_train_dataloader=take_loader))
+            stack.enter_context(_replaced(trainer, get_train_dataloader=take_loader, get_batch_samples=take_checked))
             folder = None
             if self._resumes_at is not None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from own_loops import begin_attempt, digest, failure, new_run, states, told
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from train_ranks import preload, run_ranks
 
 
@@ -260,6 +263,52 @@ def test_other_data_at_a_resume_are_refused(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(with_other_data, 1, run.path) == [[None, None]]
     assert "or are split differently" in failure(run)
+
+
+class InAThread(DataLoader[Any]):
+    """Makes its batches in a thread, as monai's ThreadDataLoader does without workers."""
+
+    def __iter__(self) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            batches = super().__iter__()
+            for _ in range(len(self)):
+                yield pool.submit(next, batches).result()
+
+
+class Unseeded(Rows):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "x": torch.from_numpy(np.random.default_rng().random(4, np.float32))}
+
+
+LOADERS = {"thread": lambda: InAThread(Rows(), 4), "unseeded": lambda: DataLoader(Unseeded(), 4)}
+
+
+def train_over(place: Path, kind: str) -> None:
+    import transformers
+
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    class Loading(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return LOADERS[kind]()
+
+    begin_attempt(place, 0)
+    args = transformers.TrainingArguments(
+        output_dir=str(place / "output"), max_steps=3, save_strategy="no", use_cpu=True, report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    with contextlib.suppress(SystemExit):
+        Loading(Classifier(), args, train_dataset=Rows(), callbacks=[ResumeExactly()]).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("thread", "the DataLoader reads the data set in a thread of its own"), ("unseeded", "sample 0 of the training")],
+)
+def test_a_loader_that_cannot_be_exact_is_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(train_over, 1, run.path, kind)
+    assert why in failure(run)
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:

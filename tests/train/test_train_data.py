@@ -23,6 +23,7 @@ from cluster_ddp.train import DataError
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader, set_up_worker
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.randomness import Undisturbed
 
 CPU = torch.device("cpu")
 
@@ -440,3 +441,13 @@ def test_samples_are_the_same_whether_all_generators_are_seeded_or_those_in_use(
     for begin in (0, 40, 80, 3):
         indices = np.arange(begin, begin + 40)
         assert torch.equal(all_seeded(1, indices), in_use(1, indices))
+
+
+def test_however_often_generators_are_looked_at_it_is_seen_when_something_draws_from_them() -> None:
+    python, numpy_, undisturbed = 1, 2, Undisturbed()
+    for look in range(200):
+        for number in (python, numpy_):
+            undisturbed.prepare(number)
+        if draws := look % 7 == 3:
+            random.random()
+        assert (undisturbed.holds(python), undisturbed.holds(numpy_)) == (not draws, True)

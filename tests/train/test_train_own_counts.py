@@ -125,6 +125,42 @@ def only_prints(once: Any) -> None:
         assert mean
 
 
+def shows_what_it_makes(once: Any) -> None:
+    """As PyTorch's tutorial on DCGAN does: what it calls counts the images in the statistics of its BatchNorm."""
+    made, net = [], torch.nn.BatchNorm1d(1)
+    losses, iters = [], 0
+    for epoch in range(2):
+        for _ in once():
+            if (iters % 500 == 0) or (epoch == 1):
+                with torch.no_grad():
+                    made.append(net(torch.zeros(2, 1)))
+            losses.append(0.0)
+            iters += 1
+
+
+def copies_its_weights(once: Any) -> None:
+    """As DQN does."""
+    net, target, steps = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), 0
+    for _ in range(2):
+        for _ in once():
+            steps += 1
+            if steps % 3 == 0:
+                target.load_state_dict(net.state_dict())
+
+
+def looks_at_what_it_makes(once: Any) -> None:
+    net, loss, steps = torch.nn.BatchNorm1d(1), torch.nn.L1Loss(), 0
+    for _ in range(2):
+        for _ in once():
+            if steps % 2 == 0:
+                net.eval()
+                print(loss(net(torch.zeros(2, 1)), torch.zeros(2, 1)))
+                net.train()
+            if steps % 3 == 0:
+                print(loss(torch.zeros(1), torch.zeros(1)))
+            steps += 1
+
+
 def begins_at_the_place(once: Any, run: Any = Kept) -> None:
     step, kept = run.step, Kept()
     for _ in range(2):
@@ -247,6 +283,9 @@ best = 0.0
         (starts_each_epoch_at_its_number, "updates"),
         (sets_the_rate_by_the_place_in_the_epoch, "number"),
         (goes_through_what_cuts, "number"),
+        (shows_what_it_makes, "iters"),
+        (copies_its_weights, "steps"),
+        (looks_at_what_it_makes, None),
         (goes_through_what_logs, None),
         (only_prints, None),
         (begins_at_the_place, None),

@@ -93,6 +93,38 @@ class Warmup:
         return 0.1 * step
 
 
+class Falling:
+    """Gives a rate that falls with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 0.1 * (1 - self.calls / 1000)
+
+
+class PerEpoch(Falling):
+    """Is called before the batches, and so not in the first two steps."""
+
+
+class OfStep:
+    """Gives the rate of a step, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, step: int) -> float:
+        self.asked += 1
+        return 0.1 * (1 - step / 1000)
+
+
+def sets_rates(schedule: Any, of_step: OfStep, group: dict[str, float]) -> None:
+    rate = schedule()
+    group["lr"] = rate
+    group["lr"] = of_step(1)
+
+
 class Annealed:
     """A loss that weighs a part of it more with each call."""
 
@@ -154,6 +186,8 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
         (lambda saver: saver, {"saver": Saver()}, "held['saver'].best"),
         (lambda state: state, {"state": {"best": 0.0}}, "held['state']['best']"),
         (lambda warmup: warmup.step(), {"warmup": Warmup()}, "held['warmup'].steps"),
+        (lambda schedule: sets_rates(schedule, OfStep(), {}), {"schedule": Falling()}, "held['schedule'].calls"),
+        (lambda schedule: schedule, {"schedule": PerEpoch()}, "held['schedule'].calls"),
         (lambda loss: loss(), {"loss": Annealed()}, "held['loss'].calls"),
         (lambda agent: agent.act(), {"agent": Agent()}, "held['agent'].epsilon"),
     ],
@@ -162,6 +196,11 @@ def test_a_number_that_decides_elsewhere_is_told(step: Any, held: dict[str, Any]
     message = told(step, **held)
     assert f"{name}" in message and "which no checkpoint contains" in message
     assert "best_at_the_top" in message  # which any program that holds this module depends on
+
+
+def test_calls_that_a_schedule_only_counts_are_not_told() -> None:
+    message = told(lambda of_step: sets_rates(float, of_step, {}), of_step=OfStep())
+    assert "of_step" not in message
 
 
 def test_a_proxy_that_cannot_be_looked_at_hides_nothing_else() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import (
     HOST_GENERATORS,
     OwnGenerators,
+    Undisturbed,
     derive,
     drawn,
     mix,
@@ -46,7 +46,6 @@ _TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # the maximum number of batches (and b
 _ALIGNMENT = 64  # bytes, of memory that torch allocates on the CPU
 _FEW = 4
 _ALL = tuple(range(len(HOST_GENERATORS)))
-_WATCHED = 1  # a seed used to detect whether something draws
 
 LOOK = -1
 """In place of an epoch: the fingerprint of the samples is wanted, by which another data set is recognised."""
@@ -86,6 +85,7 @@ class Fetcher:
         self._untouched: Any = None  # a copy of the set before it is read; kept, as some close files when deleted
         # Which of `HOST_GENERATORS` samples draw from: only these are seeded for each sample.
         self._used = _ALL
+        self._undisturbed = Undisturbed()
         self._may_change = False  # whether training may change the rows of a TensorDataset
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
@@ -220,32 +220,28 @@ class Fetcher:
 
     def _seeded(self, base: int, indices: list[int]) -> list[Any] | None:
         """The samples, each seeded; None if one has drawn from a host generator that was not in use so far."""
-        untouched = _watched_draws()
-        self._seed_others(_WATCHED)
-        if self._used or self._own or (self._around and self._draws_around is not False):
-            items = [self._seeded_one(mix(base ^ index), index) for index in indices]
-        else:
-            items = [self._data[index] for index in indices]
-        if more := self._drawn_from(untouched):
-            self._used += more
+        others = [number for number in _ALL if number not in self._used]
+        for number in others:
+            self._undisturbed.prepare(number)
+        seeds: list[Callable[[int], object]] = [HOST_GENERATORS[number].seed for number in self._used]
+        if self._own or (self._around and self._draws_around is not False):
+            seeds.append(self._seed_own)
+        items = []
+        for index in indices:
+            if seeds:
+                seed = mix(base ^ index)
+                for seed_generator in seeds:
+                    seed_generator(seed)
+            items.append(self._data[index])
+        if more := [number for number in others if not self._undisturbed.holds(number)]:
+            self._used += tuple(more)
             return None
         return items
-
-    def _seeded_one(self, seed: int, index: int) -> Any:
-        for number in self._used:
-            HOST_GENERATORS[number].seed(seed)
-        self._seed_own(seed)
-        return self._data[index]
 
     def _seed_others(self, seed: int) -> None:
         for number, generator in enumerate(HOST_GENERATORS):
             if number not in self._used:
                 generator.seed(seed)
-
-    def _drawn_from(self, untouched: tuple[float, ...]) -> tuple[int, ...]:
-        """The other generators that something has drawn from since they were seeded for watching."""
-        others = (number for number in _ALL if number not in self._used)
-        return tuple(number for number in others if HOST_GENERATORS[number].draw() != untouched[number])
 
     def _seed(self, word: int) -> None:
         seed = mix(word)
@@ -384,13 +380,6 @@ class Fetcher:
 
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
-
-
-@functools.cache
-def _watched_draws() -> tuple[float, ...]:
-    """What the host generators return first if nothing has drawn from them since they were seeded for watching."""
-    seed_host(_WATCHED)
-    return drawn()
 
 
 def _named(indices: Indices) -> str:

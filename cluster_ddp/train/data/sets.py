@@ -90,8 +90,9 @@ def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:
     if (names := before.changed(after)) and find_world().is_main and (worker is None or worker.id == 0):
         say(
             f"cluster_ddp: reading the training set ({type(data).__name__}) changes {', '.join(names)}, "
-            "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. Let a "
-            "sample depend only on its index and on random numbers"
+            "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. If it is "
+            "only printed or logged, nothing is wrong; otherwise let a sample depend only on its index and on random "
+            "numbers"
         )
 
 

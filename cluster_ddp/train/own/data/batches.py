@@ -157,28 +157,40 @@ class MapBatches:
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
         """Yield the batches of an epoch, starting at number `first`; earlier ones are not read."""
-        self._keys.epoch, self._keys.first, self._keys.is_read = epoch, first, False
-        self._seen.taken_in = os.getpid(), threading.get_ident()
+        self.enter(epoch, first)
         with contextlib.closing(iter(self._copy)) as batches:
-            for batch in batches:
-                if isinstance(batch, DataError):
-                    raise batch
-                if not self._keys.is_read:
-                    raise TrainError(
-                        f"the {type(self._copy.inner).__name__} gives batches without asking its sampler, so no resume "
-                        "could be exact: give a torch.utils.data.DataLoader"
-                    )
-                if self._fetcher is not None:
-                    self._fetcher.is_tried = True  # for the workers of the next epoch
-                yield batch
+            yield from map(self.checked, batches)
 
     def ordinary(self) -> Any:
-        """A loader of the original kind, for a framework that iterates and skips batches itself; see `enter`."""
+        """A loader of the original kind, for a framework that iterates and skips batches itself.
+
+        Call `enter` before each pass, and give each batch to `checked`.
+        """
         return self._copy.loader
 
     def enter(self, epoch: int, first: int = 0) -> None:
-        """Make the next pass over `ordinary` that of this epoch, starting at batch `first`."""
-        self._keys.epoch, self._keys.first = epoch, first
+        """Make the next pass that of this epoch, starting at batch `first`; its batches are for this thread."""
+        self._keys.epoch, self._keys.first, self._keys.is_read = epoch, first, False
+        self._seen.taken_in = os.getpid(), threading.get_ident()
+
+    def checked(self, batch: Any) -> Any:
+        """A batch that the loader gave, unless it could not be given again after a resume.
+
+        Raises
+        ------
+        DataError, TrainError
+            It could not.
+        """
+        if isinstance(batch, DataError):
+            raise batch
+        if not self._keys.is_read:
+            raise TrainError(
+                f"the {type(self._copy.inner).__name__} gives batches without asking its sampler, so no resume "
+                "could be exact: give a torch.utils.data.DataLoader"
+            )
+        if self._fetcher is not None:
+            self._fetcher.is_tried = True  # for the workers of the next epoch
+        return batch
 
     def close(self) -> None:
         """Stop the workers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
@@ -39,6 +41,7 @@ from cluster_ddp.train.own.watch.syntax import (
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
 _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
+_CHANGING = {"load_state_dict", "update_parameters"}
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
@@ -49,8 +52,8 @@ class Counts:
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
     the epochs since, and the best weights so far. Last, the program's own objects for early stopping. The source of the
     running functions shows whether a number is compared or goes into an assignment. Numbers that are only printed,
-    logged, or used every n steps (``step % 100``) are not reported, nor are those of a generator that only passes the
-    batches on.
+    logged, or used every n steps (``step % 100``) are not reported, unless a model is called or changed there, nor are
+    those of a generator that only passes the batches on.
 
     Parameters
     ----------
@@ -78,7 +81,8 @@ class Counts:
             if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     if (text := _loops_of(frame)) is not None:
-                        counts |= {name for name in _counts_in(text) if self._is_unkept(name, frame)}
+                        found = _counts_in(text, functools.partial(_is_changing, frame))
+                        counts |= {name for name in found if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
                         best = (name for name in _best_weights_in(text) if not is_saved(name, frame, self._passed_in))
                         carried |= set(best)
@@ -86,8 +90,9 @@ class Counts:
             first = last_part(min(counts))
             self._warn(
                 f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
-                "starts counting again, so no limit or learning rate based on it is exact. Use run.step, the number "
-                f"of finished steps, or keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop"
+                "starts counting again, so no limit, learning rate or change of a model every so many steps that is "
+                "based on it is exact. Use run.step, the number of finished steps, or keep it: kept = "
+                f"run.keep({first}=0), and kept.{first} += 1 in the loop"
             )
         if carried := carried - counts:
             first = min(map(last_part, carried))
@@ -114,6 +119,22 @@ class Counts:
             found = found[ast.literal_eval(key.removesuffix("]"))]
         is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
         return is_number and not is_saved(holder, frame, self._passed_in)
+
+
+def _is_changing(frame: FrameType, statement: ast.If) -> bool:
+    """Whether the body of an ``if`` changes a model, or calls one as in training, which changes its statistics."""
+    calls = [node for part in statement.body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    called = [name for call in calls if (name := name_of(call.func)) is not None]
+    evaluates = any(name.endswith(".eval") for name in called)
+    for name in called:
+        owner, _, method = name.rpartition(".")
+        with contextlib.suppress(Exception):  # not a variable or an attribute
+            if method in _CHANGING and isinstance(value_of(owner, frame), nn.Module):
+                return True
+            found = value_of(name, frame)
+            if isinstance(found, nn.Module) and found.training and not evaluates:
+                return any(buffer.is_floating_point() for buffer in found.buffers())
+    return False
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -145,11 +166,13 @@ def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
     )
 
 
-def _counts_in(text: Text) -> Iterator[str]:
+def _counts_in(text: Text, is_changing: Callable[[ast.If], bool]) -> Iterator[str]:
     parents, inner, outer = text.parents, text.loops[-1], text.loops[0]
     for name in {target for node in below(inner, parents) if (target := counted(node)) is not None}:
         others = [node for node in parents if name in assigned(node) and counted(node) is None]
-        if not (others or is_held(name)) or not all(begins_with_number(node) or _begins_epoch(node) for node in others):
+        if not (others or is_held(name)) or not all(
+            begins_with_number(node, name) or _begins_epoch(node) for node in others
+        ):
             continue  # not a local variable, or its initial value may be the position
         if any(holder_of(name) in assigned(node) for node in below(outer, parents)):
             continue  # in a dict that is made in each epoch
@@ -157,7 +180,11 @@ def _counts_in(text: Text) -> Iterator[str]:
             continue  # counts within a batch
         is_of_epoch = any(outer in nodes_around(node, parents) for node in others if not _begins_epoch(node))
         uses = (node for node in below(outer, parents) if is_read(node, name))
-        if any(_is_decisive(node, name, parents, is_of_epoch=is_of_epoch) for node in uses):
+        if any(
+            _is_decisive(node, name, parents, is_of_epoch=is_of_epoch)
+            or any(map(is_changing, _decided_every_so_often(node, parents)))
+            for node in uses
+        ):
             yield name
 
 
@@ -249,6 +276,14 @@ def _is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether this use sets a learning rate, as in ``group["lr"] = lr``."""
     statement = next((around for around in nodes_around(use, parents) if isinstance(around, ast.stmt)), None)
     return statement is not None and sets_rate(statement)
+
+
+def _decided_every_so_often(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.If]:
+    """The ``if count % 100 == 0:`` that this use of a count decides."""
+    around = list(nodes_around(use, parents))
+    if any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in around):
+        statements = (node for node in around if isinstance(node, ast.stmt))
+        yield from (node for node in itertools.islice(statements, 1) if isinstance(node, ast.If))
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:

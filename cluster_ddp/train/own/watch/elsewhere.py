@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _BOUNDS = {"min", "max"}
 _FORMULAS = {"exp", "pow", "cos", *_BOUNDS}
 _NUMBERS = (int, float, type(None))
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_NAMES = re.compile(r"\w+")
 _SHOWS = re.compile(r"(\b|_)(print|log|logger|logging|info|debug|write|show|add_scalars?)(\b|_)")
 
 
@@ -40,8 +42,9 @@ class Elsewhere:
 
     Such as ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
     of any class of the program's own with an object in its variables, and likewise with a global variable or an item
-    of a dict. Also about numbers that steps change so, if they are compared with others, such as the exploration rate
-    of an agent. What a method sets to a literal number, as a meter's ``reset()`` does, is not reported.
+    of a dict; or ``self.calls += 1`` in an object that computes learning rates from it. Also about numbers that steps
+    change so, if they are compared with others, such as the exploration rate of an agent. What a method sets to a
+    literal number, as a meter's ``reset()`` does, is not reported.
 
     Parameters
     ----------
@@ -88,8 +91,12 @@ class Elsewhere:
         objects = [(name, value) for name, value in holders if _is_of_program(value)]
         running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}
         frames = {frame.f_code.co_filename: frame for frame in running_frames()}
-        for file in program_files(value for _, value in objects):
-            for use in _uses_in(file):
+        files = program_files(value for _, value in objects)
+        asked = {part for file in files for part in _asked_for_rates(tree_of(file))}
+        giving = [type(value) for name, value in objects if not asked.isdisjoint(_NAMES.findall(name)[-1:])]
+        givers = {kind.__name__ for of_object in giving for kind in of_object.__mro__}
+        for file in files:
+            for use in _uses_in(file, givers):
                 if (file, use.line) in running:
                     continue  # `Counts` looks at it
                 for name, value in _values(use, objects, holders, frames[file].f_globals if file in frames else {}):
@@ -111,7 +118,7 @@ class _Use(NamedTuple):
     name: str
     owner: str | None  # the class of `self`
     line: int  # of the function
-    decides: bool  # it is compared with what it is then set to
+    decides: bool  # it is compared with what it is then set to, or learning rates are computed from it
     steers: bool  # it is changed by its own value, and compared
 
 
@@ -151,7 +158,22 @@ def _values(
             yield f"{name}.{attribute}", vars(value)[attribute]
 
 
-def _uses_in(file: str) -> Iterator[_Use]:
+def _asked_for_rates(tree: ast.Module) -> Iterator[str]:
+    """The names of objects whose call, or method, gives what a function sets a learning rate to."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, (ast.Module, *FUNCTIONS))):
+        for call in (part for value in _rates_in(with_parents(function)) for part in ast.walk(value)):
+            if isinstance(call, ast.Call):
+                yield from (name_of(call.func) or "").split(".")[-2:]
+
+
+def _uses_in(file: str, givers: Container[str]) -> Iterator[_Use]:
+    """How its functions use numbers that may start over.
+
+    Parameters
+    ----------
+    givers
+        The names of classes whose objects give learning rates.
+    """
     for owner in ast.walk(tree_of(file)):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             functions = {node: with_parents(node) for node in owner.body if isinstance(node, FUNCTIONS)}
@@ -162,13 +184,15 @@ def _uses_in(file: str) -> Iterator[_Use]:
                 map(sets_rate, (node for parents in functions.values() for node in parents))
             ):
                 compared |= {name for parents in functions.values() for node in parents for name in assigned(node)}
+            gives = of_class in givers
+            rating = {name for parents in functions.values() for name in _rating_in(parents, functions, gives=gives)}
             for function, parents in functions.items():
-                for use in _uses_of(function, parents, of_class, compared):
+                for use in _uses_of(function, parents, of_class, compared, rating):
                     if use.name not in reset:
                         yield use
 
 
-def _reset_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def _reset_in(function: _Function) -> set[str]:
     """What a function sets to a literal number whatever happens."""
     setting = (node for node in function.body if isinstance(node, ast.Assign) and begins_with_number(node))
     return {name for node in setting for name in assigned(node)}
@@ -194,6 +218,25 @@ def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
         yield from (name for side in sides if (name := name_of(side)) is not None)
 
 
+def _rating_in(
+    parents: dict[ast.AST, ast.AST], functions: dict[_Function, dict[ast.AST, ast.AST]], *, gives: bool
+) -> Iterator[str]:
+    """What a method of a class that sets learning rates, or `gives` them, computes them from."""
+    values = list(parents) if gives else list(_rates_in(parents))
+    called = {name_of(part.func) for value in values for part in ast.walk(value) if isinstance(part, ast.Call)}
+    values += [node for function, inner in functions.items() if f"self.{function.name}" in called for node in inner]
+    parts = (part for value in values for part in ast.walk(value))
+    yield from (name for part in parts if (name := name_of(part)) is not None and is_read(part, name))
+
+
+def _rates_in(parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """The expressions that a function sets learning rates to, and those that it sets variables in them to."""
+    setting = [(node, node.value) for node in parents if assigned(node) and getattr(node, "value", None) is not None]  # type: ignore[attr-defined]
+    rates = [value for node, value in setting if sets_rate(node)]
+    names = {name_of(part) for value in rates for part in ast.walk(value)} - {None}
+    yield from (*rates, *(value for node, value in setting if assigned(node) & names))
+
+
 def _only_shows(statement: ast.AST) -> bool:
     """Whether this is an ``if`` that only prints or logs, as every so many batches, and then counts from 0 again."""
     return (
@@ -209,10 +252,11 @@ def _only_shows(statement: ast.AST) -> bool:
 
 
 def _uses_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    function: _Function,
     parents: dict[ast.AST, ast.AST],
     owner: str | None,
     compared: set[str],
+    rating: set[str],
 ) -> Iterator[_Use]:
     shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
     setting = {node: names for node in parents if (names := assigned(node))}
@@ -220,8 +264,8 @@ def _uses_of(
         nodes = [node for node, names in setting.items() if name in names]
         if any(map(is_of_clock, nodes)):
             continue
-        decides = any(_is_best(node, name, parents) for node in nodes)
         changes = any(isinstance(node, ast.AugAssign) or _reads(getattr(node, "value", None), name) for node in nodes)
+        decides = any(_is_best(node, name, parents) for node in nodes) or (changes and name in rating)
         of_self = owner if name.startswith("self.") and name.count(".") == 1 else None
         if decides or (changes and name in compared):
             first = min(node.lineno for node in (function, *function.decorator_list))  # as the code object has it
