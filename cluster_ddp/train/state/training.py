@@ -262,10 +262,8 @@ class State:
     def compare_values(self, other: State) -> None:
         """Note for `unsaved` which numbers, tensors and strings, and names of the same, come back in another state."""
         if isinstance(other._also, Task):
-            self._watch.compare_values(other._also)
             is_another = other._model is not self._model
-            self._watch.compare_inner_values(other._attributes(), is_another_model=is_another)
-            self._watch.compare_attributes(of_task(other._also))
+            self._watch.compare(other._also, other._attributes(), is_another_model=is_another)
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
