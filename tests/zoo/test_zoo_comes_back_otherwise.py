@@ -301,6 +301,40 @@ def test_a_set_that_comes_back_from_a_list_is_not_told(tmp_path: Path, capfd: py
     assert told(CollectsSome, tmp_path / "some", capfd) == ["task.frame", "task.seen"]
 
 
+class Draws(ZooTask):
+    """Draws numbers from a set, in the order in which it has them."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.pool = {0, 8}  # which have the same place
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.pool = {8, 0} if next(iter(self.pool)) == 0 else {0, 8}
+        return super().loss(model, batch) * (1 + next(iter(self.pool)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": [self.pool]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        [self.pool] = state["pool"]
+
+
+class DrawsSome(Draws):
+    """Takes some of many away, so that those that stay have another order than they had without these."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.pool = set(range(100))
+        for number in {*range(100)} - {2, 65}:
+            self.pool.discard(number)
+        return ZooTask.loss(self, model, batch)
+
+
+def test_a_set_is_told_if_its_order_does_not_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Draws, tmp_path / "same", capfd) == []
+    assert str(judge(Case(), tmp_path / "exact", Draws)) == "exact"
+    assert told(DrawsSome, tmp_path / "other", capfd) == ["the order of task.pool.0"]
+
+
 class HasClock(ZooTask):
     """Saves for how long it has trained."""
 

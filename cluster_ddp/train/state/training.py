@@ -26,7 +26,7 @@ from cluster_ddp.train.state.held import enclosing_methods, hooks_of_tensor, of_
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
-from cluster_ddp.train.state.packing import Packer, Unpacker
+from cluster_ddp.train.state.packing import Packer, Unpacker, comparable
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.watching import Watch, of_task
@@ -407,7 +407,8 @@ class State:
 
 
 def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
-    return {str(key): json.dumps(Packer({}).pack(value, "task"), sort_keys=True) for key, value in state.items()}
+    packed = {str(key): Packer({}).pack(value, "task") for key, value in state.items()}
+    return {key: json.dumps(comparable(value), sort_keys=True) for key, value in packed.items()}
 
 
 def _is_expanded(tensor: Tensor) -> bool:

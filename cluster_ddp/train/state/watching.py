@@ -15,6 +15,7 @@ from cluster_ddp.train.inner_parts import length
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
 from cluster_ddp.train.task import Task
@@ -108,6 +109,8 @@ class Watch:
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
         found = {name for name, does in self._comes_back.items() if not does} | self._read
+        if isinstance(self._task, Task):
+            found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
         if self._stops_watching is not None:
             self._stops_watching()
