@@ -237,11 +237,21 @@ class WidensUnsaved(Widens):
         pass
 
 
+class MovesBoth(MovesLate):
+    """Has two numbers of one name, of which its state has one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.far = getattr(self, "far", 0.0) + 0.5
+        self.level.far += 0.25
+        return ZooTask.loss(self, model, batch) * self.far
+
+
 def test_what_is_told_to_be_read_in_workers_is_not_told_once_more(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(WidensUnsaved, tmp_path / "here", capfd) == ["task.steps", "task.width"]
     assert told(WidensUnsaved, tmp_path / "workers", capfd, workers=1) == ["task.steps"]
+    assert told(MovesBoth, tmp_path / "another", capfd, workers=1) == ["task.far"]  # which has the name of another
 
 
 class Frame:

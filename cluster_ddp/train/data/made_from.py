@@ -68,7 +68,7 @@ class MadeFrom:
     Attributes
     ----------
     told
-        The attributes and variables that `changed` has named, without what they belong to.
+        The attributes and variables that `changed` has named.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class MadeFrom:
         if not names:
             return None
         self._first, self._sources = {}, []
-        self.told = {name.rpartition(".")[2] for name in names}
+        self.told = set(names)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"

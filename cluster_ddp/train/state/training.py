@@ -278,6 +278,13 @@ class State:
             found.update(f"{name}.{key}" for key in optimizer.changed_later())
         return sorted(found)
 
+    def other_names(self, name: str) -> set[str]:
+        """How what `unsaved` returns is called among what samples are made from: by its class, or without a module."""
+        place, _, key = name.rpartition(".")
+        if place == "task":
+            return {f"{kind.__name__}.{key}" for kind in type(self._also).__mro__}
+        return {name, key} if "." not in place else {name}
+
     def _other_states(self) -> dict[str, Any]:
         return {"task": self._task_state(), "model": self._model_state()[1]}
 

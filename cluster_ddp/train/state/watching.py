@@ -105,6 +105,9 @@ class Watch:
 
     def unsaved(self) -> set[str]:
         """What has changed since one of the looks, and is not saved; this call is the next look."""
+        if self._stops_watching is not None:
+            self._stops_watching()
+            self._stops_watching = None
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
@@ -112,9 +115,6 @@ class Watch:
         if isinstance(self._task, Task):
             found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
-        if self._stops_watching is not None:
-            self._stops_watching()
-            self._stops_watching = None
         changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         kept: set[str] = set()  # of these, those that the state has under any name
