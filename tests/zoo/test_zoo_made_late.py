@@ -157,3 +157,32 @@ def test_a_list_of_parts_that_is_made_late_is_told_unless_it_is_made_again(
 ) -> None:
     assert told(partial(ChoosesLate, how), tmp_path / "late", capfd) == ["task.chosen", "task.filled"]
     assert told(partial(ChoosesAgain, how), tmp_path / "again", capfd) == []
+
+
+class LooksBack(ZooTask):
+    """Has the last of its losses, and of these as numbers, in lists of their own, which loading makes again."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.all: list[Tensor] = []
+        self.recent: list[Tensor] = []
+        self.numbers: list[float] = []
+        self.few: list[float] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.all.append(loss.detach())
+        self.numbers.append(float(loss.detach()))
+        self.recent, self.few = self.all[-2:], self.numbers[-2:]
+        return loss * sum(self.recent)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": self.all, "numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all, self.numbers = state["all"], state["numbers"]
+        self.recent, self.few = self.all[-2:], self.numbers[-2:]
+
+
+def test_a_window_that_loading_makes_again_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(LooksBack, tmp_path, capfd, steps=4) == []

@@ -197,6 +197,12 @@ class Attributes(Snapshot):
                 found.setdefault(whole, set()).add(_last(first.rpartition(".")[0]))
         return found
 
+    def lists_alike(self, again: Attributes) -> set[str]:
+        """The lists of what has other names, too, that have as many elements, of the same names, after a resume."""
+        others = {name.rpartition(".")[0] for name in self._aliases.keys() - self.same_aliases(again)}
+        lists = self._lists_of_parts.keys() - others
+        return {name for name in lists if again.leaves.get(name + LENGTH) == self.leaves[name + LENGTH]}
+
     @functools.cached_property
     def _owners(self) -> dict[str, int]:
         return {name: key for key, name in self._seen.items() if isinstance(name, str)}

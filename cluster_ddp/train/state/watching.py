@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import length
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
@@ -176,11 +175,13 @@ class Watch:
             return
         if self._noted is not None:
             self._compare_inner_values(self._noted, all_again, is_another_model)
-            self._compare_attributes(self._noted, of_task(other))
+            mine, theirs = vars(self._task), vars(other)
+            anew = {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
+            self._compare_attributes(self._noted, of_task(other), anew)
         self._compare_values(other)
 
     def _compare_values(self, other: Task) -> None:
-        """Find out which numbers and strings the other task has, too, and which tensors and lists, made anew."""
+        """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
         mine, theirs = vars(self._task), vars(other)
         changed = set(self._changes[0]) if self._changes else set()
         for key, value in mine.items():
@@ -188,10 +189,6 @@ class Watch:
                 again = theirs.get(key)
                 if again is not value and fingerprint(again) == fingerprint(value):
                     self._comes_back[f"task.{key}"] = True
-            elif (name := f"task.{key}{LENGTH}") in changed and isinstance(value, (list, tuple)):
-                again = theirs.get(key)
-                if again is not value and isinstance(again, type(value)) and length(again) == length(value):
-                    self._comes_back[name] = True
         for key, value in mine.items():
             first = self._first(key)
             if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
@@ -208,12 +205,12 @@ class Watch:
             if of_model or (mine is not None and theirs not in (None, mine)):
                 self._inner_comes_back[name] = is_same(again.leaves.get(name, _NOTHING), value)
 
-    def _compare_attributes(self, now: Attributes, again: Attributes) -> None:
+    def _compare_attributes(self, now: Attributes, again: Attributes, anew: set[str]) -> None:
         """Find out what else would come back otherwise.
 
         These are numbers and tensors, such as those of which the state has rounded copies, lists that would have
         another length, and names that would no longer refer to the same as another name. Data frames may come back from
-        another form.
+        another form, and lists of parts that loading makes anew from the same ones.
         """
         was = self._looks[0][0]
         changed = [name for name in self._changes[0] if name.startswith("task.")]
@@ -224,6 +221,9 @@ class Watch:
             self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
             referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
             self._comes_back |= dict.fromkeys(referring, True)
+        self._comes_back |= dict.fromkeys(anew & now.lists_alike(again), True)
+        lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in anew}
+        self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}
         frames = {name for name in self._at_first.keys() & changed if name in again.leaves}
         made = {name for name in frames if not is_same(self._at_first[name], again.leaves[name])}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
