@@ -111,8 +111,7 @@ class Watch:
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
         found = {name for name, does in self._comes_back.items() if not does} | self._read
-        if isinstance(self._task, Task):
-            found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
+        found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
         changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
