@@ -173,14 +173,14 @@ class Attributes(Snapshot):
     def has_a_place_in(self, saved: Attributes, name: str, before: Attributes) -> bool:
         """Whether the state holds the value of a leaf where it held one before, too, other than in a list.
 
-        A value that many things have counts only under the same last name.
+        A whole number or a word, or what many things have, counts only under the same last name.
         """
         return any(
             _is_alike(form, leaf)
             for form in _forms_of(self.leaves.get(name))
             for place, leaf in saved.leaves.items()
             if (place in before.leaves and not _is_element(place))
-            and (not is_common(form) or _last(place) == _last(name))
+            and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
         )
 
     def owner(self, name: str) -> int | None:
