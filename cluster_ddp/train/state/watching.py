@@ -135,8 +135,7 @@ class Watch:
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
-        before = looks[0][1] if looks else saved
-        direct = {name for name in kept if now.has_a_place_in(saved, name, before)}
+        direct = {name for name in kept if now.has_a_place_in(saved, name, looks[0][1])}
         self._comes_back = {name: True for name, does in self._comes_back.items() if does and name not in direct}
         self._inner_comes_back = {name: does for name, does in self._inner_comes_back.items() if name not in direct}
         self._made_again = set()
@@ -172,12 +171,12 @@ class Watch:
         """
         if not self._looks:
             return
+        self._compare_values(other)
         if self._noted is not None:
             self._compare_inner_values(self._noted, all_again, is_another_model)
             mine, theirs = vars(self._task), vars(other)
             anew = {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
             self._compare_attributes(self._noted, of_task(other), anew)
-        self._compare_values(other)
 
     def _compare_values(self, other: Task) -> None:
         """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
