@@ -32,7 +32,7 @@ from cluster_ddp.train.refusals import (
     refuse_scripted,
     refuse_trained_in_8_bits,
 )
-from cluster_ddp.train.state.training import Stateful
+from cluster_ddp.train.state.stateful import Stateful
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()

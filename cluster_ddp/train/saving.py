@@ -232,7 +232,7 @@ class Saving:
             self.made_from.end()
         self._warn_of_samples()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
-        known = {name for name in names if name.rpartition(".")[2] in self.made_from.told}  # the same by another name
+        known = {name for name in names if self.made_from.told & state.other_names(name)}
         if names := [name for name in names if name not in self._warned | known]:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

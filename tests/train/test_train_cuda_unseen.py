@@ -21,7 +21,7 @@ from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.data.loader import to_device
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.randomness import keep_generators
-from cluster_ddp.train.state.packing import Packer, Unpacker, without_devices
+from cluster_ddp.train.state.packing import Packer, Unpacker, comparable
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients
@@ -60,7 +60,7 @@ def test_what_is_kept_is_compared_without_its_device() -> None:
         for device in ("meta", "cpu")
     ]
     assert packed[0] != packed[1]
-    assert without_devices(packed[0]) == packed[1]
+    assert comparable(packed[0]) == packed[1]
 
 
 @pytest.mark.parametrize(("last", "bad"), [(1.0, 0.0), (math.inf, 1.0), (None, 0.0)])

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import collections
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,25 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
-from train_tasks import Noisy, Plain, differences, final_state, job, new_run, samples, train
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from train_tasks import CPU, Noisy, Plain, differences, fetch, final_state, job, new_run, samples, train
 
 from cluster_ddp.train import DataError
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.data.loader import Loader, set_up_worker
+from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.randomness import Undisturbed
-
-CPU = torch.device("cpu")
-
-
-def fetch(data: Dataset[Any], *batches: tuple[int, list[int]], workers: int = 0) -> list[Any]:
-    plans = [(epoch, np.array(indices)) for epoch, indices in batches]
-    loader = Loader(Fetcher(data, default_collate, 1), plans, lambda plan: plan, workers=workers, device=CPU)
-    try:
-        return [batch for _, batch in loader]
-    finally:
-        loader.close()
 
 
 def test_a_sample_is_the_same_whoever_fetches_it() -> None:
@@ -213,97 +198,6 @@ class Ragged(Dataset[Tensor]):
 def test_samples_that_do_not_fit_together_are_named() -> None:
     with pytest.raises(DataError, match=r"samples 4, 5 do not make a batch.*\n.*a collate function of your own"):
         fetch(Ragged(), (0, [4, 5]))
-
-
-class Broken(Dataset[Tensor]):
-    def __getitem__(self, index: int) -> Tensor:
-        class NoSuchSample(Exception):
-            pass
-
-        raise NoSuchSample("of this index")
-
-
-@pytest.mark.timeout(60)
-def test_an_error_that_cannot_be_pickled_is_told() -> None:
-    """A worker could not send it, and its rank waited for the batch until the watchdog ended it."""
-    with pytest.raises(RuntimeError, match="NoSuchSample: of this index"):
-        fetch(Broken(), (0, [4, 5]), workers=1)
-
-
-class Unsendable(Dataset[Any]):
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(1), (lambda: index)
-
-    def __len__(self) -> int:
-        return 4
-
-
-@pytest.mark.timeout(60)
-def test_a_batch_that_cannot_be_sent_is_told() -> None:
-    """A worker's queue only prints such an error, and the rank waited for the batch until the watchdog ended it."""
-    loader = DataLoader(Unsendable(), 2, num_workers=1, worker_init_fn=set_up_worker, collate_fn=list)
-    with pytest.raises(Exception, match=r"could not send a batch(.*\n)*.*lambda"):
-        next(iter(loader))
-
-
-class Dying(Dataset[Tensor]):
-    def __getitem__(self, index: int) -> Tensor:
-        os.kill(os.getpid(), index)
-        return torch.zeros(1)
-
-
-@pytest.mark.timeout(60)
-def test_a_worker_that_is_killed_is_told_with_the_signal() -> None:
-    with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside"):
-        fetch(Dying(), (0, [int(signal.SIGKILL)]), workers=1)
-
-
-class Pids(Dataset[Tensor]):
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(os.getpid())
-
-
-def test_workers_survive_the_signals_of_a_stop() -> None:
-    """A signal to the process group reaches workers too; they go on, and are gone when the loader is closed."""
-    plans = [(0, np.array([number])) for number in range(60)]
-    loader = Loader(Fetcher(Pids(), default_collate, 1), plans, lambda plan: plan, workers=1, device=CPU)
-    batches = iter(loader)
-    worker = int(next(batches)[1][0])
-    assert worker != os.getpid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(worker, number)
-    assert {int(batch[0]) for _, batch in (next(batches) for _ in range(30))} == {worker}
-    loader.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
-
-
-WITH_A_FORK_SERVER = """
-import multiprocessing, os, signal, torch
-from cluster_ddp.train.data.loader import from_workers
-
-class Numbers(torch.utils.data.Dataset):
-    def __getitem__(self, index):
-        return index
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # as a rank has a handler
-    batches = from_workers(Numbers(), range(60), workers=1, device=torch.device("cpu"))
-    first = next(batches)
-    os.killpg(0, signal.SIGUSR1)
-    print([first, *batches] == list(range(60)))
-"""
-
-
-def test_a_signal_to_the_process_group_leaves_the_server_that_forks_workers(tmp_path: Path) -> None:
-    """So workers start from Python 3.14 on; without the server all of them would seem to be dead."""
-    program = tmp_path / "program.py"
-    program.write_text(WITH_A_FORK_SERVER)
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=200, start_new_session=True
-    )
-    assert done.stdout == "True\n", done.stderr
 
 
 class Stream(IterableDataset[Any]):

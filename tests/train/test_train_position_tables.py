@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from own_loops import begin_attempt, new_run, told
 from torch import Tensor, nn
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
-from cluster_ddp.train.state.position_tables import without_tables
+from cluster_ddp.train.state import hidden_buffers
+from cluster_ddp.train.state.position_tables import is_table, without_tables
 
 ANGLES = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.1]))
 TABLES = {
@@ -36,6 +39,17 @@ OTHERS = {
 def test_what_depends_on_positions_only_is_told_from_the_rest() -> None:
     leaves = {**TABLES, **OTHERS}
     assert without_tables(leaves, leaves) == list(OTHERS)
+
+
+def test_a_table_is_looked_at_once_more_only_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looked = nn.Linear(2, 2), []
+    monkeypatch.setattr(hidden_buffers, "find_world", lambda: SimpleNamespace(world_size=2))
+    monkeypatch.setattr(hidden_buffers, "is_table", lambda tensor: bool(looked.append(tensor)) or is_table(tensor))
+    hidden = hidden_buffers.HiddenBuffers(model)
+    model.register_buffer("mask", torch.ones(8, 8).tril(), persistent=False)
+    assert [list(hidden.changed()) for _ in range(3)] == [[], [], []] and len(looked) == 1
+    model.mask.data[0, 0] = 5.0
+    assert list(hidden.changed()) == ["mask"] and len(looked) == 2
 
 
 class Attention(nn.Module):

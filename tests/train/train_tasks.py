@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
@@ -19,8 +19,11 @@ from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import SAVE_AND_END
 from cluster_ddp.train import Outcome, StopSignals, Task, Trainer, reduce_tensor
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.rank import RankProcess
 
+CPU = torch.device("cpu")
 SAMPLES = 50
 FEATURES = 12
 CLASSES = 3
@@ -174,3 +177,15 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of tensors that are not bitwise equal."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def fetch(data: Dataset[Any], *batches: tuple[int, list[int]], workers: int = 0) -> list[Any]:
+    """The batches of these epochs and samples."""
+    plans = [(epoch, np.array(indices)) for epoch, indices in batches]
+    loader = Loader(
+        Fetcher(data, default_collate, 1), plans, lambda plan: plan, workers=workers, device=torch.device("cpu")
+    )
+    try:
+        return [batch for _, batch in loader]
+    finally:
+        loader.close()

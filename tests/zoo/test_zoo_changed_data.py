@@ -101,6 +101,63 @@ def test_labels_that_a_resume_replaces_are_told_when_they_first_change(
     assert capfd.readouterr().err.count(words) >= 2  # at the end of the calm training, and at the last resume
 
 
+class Level:
+    """How far samples are moved."""
+
+    def __init__(self, far: float) -> None:
+        self.far = far
+
+
+class Moved(Dataset[Any]):
+    def __init__(self, level: Level) -> None:
+        self.level = level
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((FEATURES,), self.level.far + 0.01 * index), index % 3
+
+
+class MovesLate(ZooTask):
+    """Goes on to another level in its fifth step only."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.level = Level(1.0)
+
+    def train_data(self) -> Dataset[Any]:
+        return Moved(self.level)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        self.level.far = 1.0 if self.trainer.step < 4 else 2.0
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"far": self.level.far}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level.far = state["far"]
+
+
+class ReplacesLevel(MovesLate):
+    """After a resume, the data set holds another level than the task."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = Level(state["far"])
+
+
+def test_an_object_that_a_resume_replaces_is_told_when_it_first_changes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "training changes Level.far, from which samples or batches are made, but load_state_dict()"
+    assert str(judge(Case(), tmp_path / "filled", MovesLate)) == "exact"
+    assert words not in capfd.readouterr().err
+    assert not judge(Case(), tmp_path / "replaced", ReplacesLevel).exact
+    assert capfd.readouterr().err.count(words) >= 2
+
+
 class Widens(ZooTask):
     """Its batches become wider."""
 
@@ -180,11 +237,21 @@ class WidensUnsaved(Widens):
         pass
 
 
+class MovesBoth(MovesLate):
+    """Has two numbers of one name, of which its state has one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.far = getattr(self, "far", 0.0) + 0.5
+        self.level.far += 0.25
+        return ZooTask.loss(self, model, batch) * self.far
+
+
 def test_what_is_told_to_be_read_in_workers_is_not_told_once_more(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(WidensUnsaved, tmp_path / "here", capfd) == ["task.steps", "task.width"]
     assert told(WidensUnsaved, tmp_path / "workers", capfd, workers=1) == ["task.steps"]
+    assert told(MovesBoth, tmp_path / "another", capfd, workers=1) == ["task.far"]  # which has the name of another
 
 
 class Frame:

@@ -102,6 +102,57 @@ def test_a_tensor_that_comes_back_as_a_number_is_told(tmp_path: Path, capfd: pyt
     assert told(CoolsExactly, tmp_path / "tensor", capfd) == []
 
 
+class Renews(ZooTask):
+    """Its state is a copy that is renewed only in every second step."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.scale, self.rate, self.kept = torch.ones(()), 1.0, SimpleNamespace(rate=1.0)
+        self.copy: dict[str, Any] = {"scale": self.scale, "rate": 1.0, "kept": 1.0}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        self.scale, self.rate = self.scale * 1.01, self.rate * 1.02
+        self.kept.rate *= 1.03
+        if self.trainer.step % 2:
+            self.copy = {"scale": self.scale.clone(), "rate": self.rate, "kept": self.kept.rate}
+        return super().loss(model, batch) * self.scale * self.rate * self.kept.rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.copy
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.copy = dict(state)
+        self.scale, self.rate, self.kept = state["scale"], state["rate"], SimpleNamespace(rate=state["kept"])
+
+
+class LooksBack(ZooTask):
+    """Restores the last loss from the list of all."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.all: list[Tensor] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) * (1 + getattr(self, "last", 0.0))
+        self.last = loss.detach()
+        self.all.append(self.last)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": self.all}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all = state["all"]
+        if self.all:
+            self.last = self.all[-1]
+
+
+def test_a_state_that_is_not_always_renewed_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Renews, tmp_path / "copy", capfd) == ["task.kept", "task.rate", "task.scale"]
+    assert told(LooksBack, tmp_path / "list", capfd) == []
+
+
 class Forgets(ZooTask):
     """Changes a number, a tensor or extra state of its model in its third step, and does not take it back."""
 
@@ -248,6 +299,40 @@ class CollectsSome(Collects):
 def test_a_set_that_comes_back_from_a_list_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert told(Collects, tmp_path / "all", capfd) == []
     assert told(CollectsSome, tmp_path / "some", capfd) == ["task.frame", "task.seen"]
+
+
+class Draws(ZooTask):
+    """Draws numbers from a set, in the order in which it has them."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.pool = {0, 8}  # which have the same place
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.pool = {8, 0} if next(iter(self.pool)) == 0 else {0, 8}
+        return super().loss(model, batch) * (1 + next(iter(self.pool)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": [self.pool]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        [self.pool] = state["pool"]
+
+
+class DrawsSome(Draws):
+    """Takes some of many away, so that those that stay have another order than they had without these."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.pool = set(range(100))
+        for number in {*range(100)} - {2, 65}:
+            self.pool.discard(number)
+        return ZooTask.loss(self, model, batch)
+
+
+def test_a_set_is_told_if_its_order_does_not_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Draws, tmp_path / "same", capfd) == []
+    assert str(judge(Case(), tmp_path / "exact", Draws)) == "exact"
+    assert told(DrawsSome, tmp_path / "other", capfd) == ["the order of task.pool.0"]
 
 
 class HasClock(ZooTask):

@@ -1,7 +1,12 @@
-"""What a model makes in its first forward pass from data is restored; what it makes from shapes only is made again."""
+"""What a model makes in its first forward pass from data is restored; what it makes from shapes only is made again.
+
+What a task makes late of what it already keeps is told.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +117,72 @@ def test_a_mask_may_have_another_size_on_each_rank_and_what_is_made_from_data_is
     for of_masks, of_mean in run_ranks(judge_masks, 2, tmp_path):
         assert of_masks == "exact"
         assert "differs between the ranks: buffer.mean" in of_mean
+
+
+class ChoosesLate(ZooTask):
+    """Makes in its second step, from what it keeps in one list, another, as long as the number of its steps."""
+
+    def __init__(self, how: Callable[[list[Tensor]], Any], case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.how, self.steps = how, 0
+        self.weights, self.filled = [torch.ones(()), torch.ones(())], []
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            self.chosen, self.filled = self.how(self.weights), self.weights[:]
+        for number, weight in enumerate(self.weights):
+            weight += 0.1 * number
+        return super().loss(model, batch) * (1 + sum(getattr(self, "chosen", [])) + sum(self.filled))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights, self.steps = state["weights"], state["steps"]
+
+
+class ChoosesAgain(ChoosesLate):
+    """Makes it also when it loads."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.steps > 1:
+            self.chosen, self.filled = self.how(self.weights), self.weights[:]
+
+
+@pytest.mark.parametrize("how", [list, tuple, lambda weights: [weights[1], weights[0]]])
+def test_a_list_of_parts_that_is_made_late_is_told_unless_it_is_made_again(
+    how: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(partial(ChoosesLate, how), tmp_path / "late", capfd) == ["task.chosen", "task.filled"]
+    assert told(partial(ChoosesAgain, how), tmp_path / "again", capfd) == []
+
+
+class LooksBack(ZooTask):
+    """Has the last of its losses, and of these as numbers, in lists of their own, which loading makes again."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.all: list[Tensor] = []
+        self.recent: list[Tensor] = []
+        self.numbers: list[float] = []
+        self.few: list[float] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.all.append(loss.detach())
+        self.numbers.append(float(loss.detach()))
+        self.recent, self.few = self.all[-2:], self.numbers[-2:]
+        return loss * sum(self.recent)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": self.all, "numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all, self.numbers = state["all"], state["numbers"]
+        self.recent, self.few = self.all[-2:], self.numbers[-2:]
+
+
+def test_a_window_that_loading_makes_again_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(LooksBack, tmp_path, capfd, steps=4) == []

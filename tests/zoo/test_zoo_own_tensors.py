@@ -182,3 +182,20 @@ def test_gradients_that_the_next_step_uses_are_told(tmp_path: Path, capfd: pytes
     assert told(UpdatesNext, tmp_path / "optimizer", capfd) == ["the gradients in task.tau"]
     assert told(PerturbsNext, tmp_path / "by itself", capfd) == ["the gradients in task.delta"]
     assert told(PerturbsAtOnce, tmp_path / "at once", capfd) == []
+
+
+class MarksWeight(ZooTask):
+    """Keeps a number in its first parameter, under a name that torch has for buffers."""
+
+    def model(self) -> nn.Module:
+        self.first = next((model := super().model()).parameters())
+        self.first.persistent = 1.0  # type: ignore[attr-defined]
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.first.persistent += 0.1  # type: ignore[attr-defined]
+        return super().loss(model, batch)
+
+
+def test_a_number_in_a_parameter_is_told_whatever_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(MarksWeight, tmp_path, capfd) == ["model.0.weight.persistent"]

@@ -27,7 +27,7 @@ from zoo_training import Case, Crash, ZooTask, job_of, judge
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
-from cluster_ddp.train import Trainer, update
+from cluster_ddp.train import Trainer
 
 
 class CountsLabels(ZooTask):
@@ -129,91 +129,6 @@ def test_numbers_in_whatever_holds_them_are_told(tmp_path: Path, capfd: pytest.C
     told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line)
     names = ("data", "log", "options", "waiting")
     assert [name for name in names if f"task.{name}" not in told] == [], told
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "named"),
-    [
-        ("a number in itself that changes later", "task.losses"),
-        ("a list that its groups share", "task.losses"),
-        ("a number in itself that it never reads", "optimizer.before, task.losses"),
-        ("state: own extras", "task.losses"),
-        ("SGD momentum", "task.losses"),
-    ],
-)
-def test_what_an_optimizer_keeps_and_is_not_refused_for_is_told(
-    optimizer: str, named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    judge(Case(optimizer), tmp_path, ZooTask)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
-    assert any(f"changes {named}, which" in line for line in told)
-    assert any("optimizer." in line for line in told) == ("optimizer." in named)
-
-
-class Watched(ZooTask):
-    """Its optimizer has a hook that counts updates, as a profiler or a logger has."""
-
-    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        optimizer, count = super().optimizer(model, lr), [0]
-
-        def counts(*_: Any) -> None:
-            count[0] += 1
-
-        optimizer.register_step_post_hook(counts)
-        return optimizer
-
-
-def test_what_a_hook_of_the_optimizer_counts_is_told_and_not_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert str(judge(Case(), tmp_path, Watched)) == "exact"
-    assert "optimizer._optimizer_step_post_hooks" in capfd.readouterr().err
-
-
-class SetsRates(ZooTask):
-    """Lowers the learning rate by hand, in a step that a resume does not repeat."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        assert self.trainer is not None
-        if self.trainer.step == 5:
-            self.made.param_groups[0]["lr"] *= 0.1
-        return super().loss(model, batch)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_a_rate_that_is_set_by_hand_has_no_effect_and_is_told(
-    schedule: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert str(judge(Case(train={"schedule": schedule}), tmp_path, SetsRates)) == "exact"
-    assert "the optimizer's group 0 was set to" in capfd.readouterr().err
-
-
-class ChangesLate(ZooTask):
-    """Lets a parameter change its group, or changes a default of the optimizer, from its fifth step on."""
-
-    def __init__(self, what: str, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        self.what = what
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        assert self.trainer is not None
-        if self.trainer.step >= 4 and self.what == "defaults":
-            self.made.defaults["weight_decay"] = 0.5
-        elif self.trainer.step == 4:
-            first, second = (group["params"] for group in self.made.param_groups)
-            second.append(first.pop())
-        return super().loss(model, batch)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [("group", "holds other parameters, or in another order"), ("defaults", "changed weight_decay in the optimizer's")],
-)
-def test_what_training_changes_late_of_groups_and_defaults_is_refused_in_that_step(
-    what: str, message: str, tmp_path: Path
-) -> None:
-    verdict = judge(Case("Adam in two groups"), tmp_path, partial(ChangesLate, what))
-    assert message in (verdict.refused or "") and verdict.refused_at == 5, verdict
 
 
 class CountsLate(ZooTask):
@@ -401,15 +316,6 @@ def test_what_each_forward_pass_makes_anew_is_not_told(
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, Recomputes)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "training changes model.0.count, task.losses, which" in told[0]
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD momentum fused", "AdamW"])
-def test_an_answer_on_the_device_is_no_state_of_the_optimizer(
-    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where a fused optimizer is told by a tensor whether to leave its update out."""
-    monkeypatch.setattr(update, "any_not_finite", update.any_not_finite_on_device)
-    assert str(judge(Case(optimizer), tmp_path)) == "exact"
 
 
 def test_what_the_task_keeps_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

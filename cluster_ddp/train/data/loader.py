@@ -35,6 +35,7 @@ Pairs = Generator[tuple[K, Any], None, None]
 
 _END = object()
 _JOIN_SECONDS = 2.0
+_print = queues.Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 _IGNORED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
@@ -243,7 +244,7 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> Non
 
     Such as one that cannot be pickled, or for which the memory disk is full.
     """
-    is_batch = type(batch) is tuple and type(batch[0]) is int
+    is_batch = type(batch) is tuple and len(batch) == 2 and type(batch[0]) is int
     if is_batch and (info := get_worker_info()) is not None:
         try:
             make_sendable(error)
@@ -252,6 +253,8 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> Non
         where = f"in DataLoader worker process {info.id}, which could not send a batch"
         wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
         queue.put((batch[0], wrapped))
+    else:  # of a queue of the set's own
+        _print(error, batch)
 
 
 def _end_with(rank: BaseProcess) -> None:

@@ -68,7 +68,7 @@ class MadeFrom:
     Attributes
     ----------
     told
-        The attributes and variables that `changed` has named, without what they belong to.
+        The attributes and variables that `changed` has named.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class MadeFrom:
             self._found |= self._changed_since(self._first)
         else:
             now = vars(self._task)
-            other = {key: value for key, value in self._held.items() if _mark_of(value) != _mark_of(now.get(key))}
+            replaced = {key: value for key, value in self._held.items() if now.get(key) is not value}
+            other = {key: value for key, value in replaced.items() if self._inner(value) != self._inner(now.get(key))}
             self._found |= self._names_of_replaced(other, now)
         self._held = {}
 
@@ -133,7 +134,7 @@ class MadeFrom:
         if not names:
             return None
         self._first, self._sources = {}, []
-        self.told = {name.rpartition(".")[2] for name in names}
+        self.told = set(names)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
@@ -141,11 +142,17 @@ class MadeFrom:
 
     def _names_of_replaced(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
         """The names of what was an attribute and is another object now, while the data set holds it as before."""
-        replaced = [value for key, value in before.items() if now.get(key) is not value]
-        memories = {_memory(value) for value in replaced if _can_change(value)}
-        found = (pair for source in self._sources for pair in source.values()) if memories else ()
-        names = {name for name, value in found if _can_change(value) and _memory(value) in memories}
+        memories = {_memory(value) for key, value in before.items() if now.get(key) is not value and _can_change(value)}
+        names: set[str] = set()
+        for source in self._sources if memories else ():
+            for name, value in list(source.values()):
+                if _can_change(value) and _memory(value) in memories:
+                    inner = [(name, value), *((key, part) for key, part in source.values(value) if part is not value)]
+                    names |= {key for key, part in inner if _mark_of(part) is not None}
         return {name for name in names if not name.startswith(self._of_task())}
+
+    def _inner(self, value: Any) -> list[tuple[str, int | None]]:
+        return [(name, _mark_of(part)) for source in self._sources for name, part in source.values(value)]
 
     def _changed_since(self, before: dict[str, list[int]]) -> set[str]:
         now = self._marks() if before else {}
@@ -180,9 +187,9 @@ class _Source:
             known = len(self._names)
             self._names |= {name for _, value in list(self.values()) for name in _read_by(value)}
 
-    def values(self) -> Iterator[tuple[str, Any]]:
-        """The source, and what its code reads of it, by name."""
-        level: list[tuple[str, Any]] = [(type(self._source).__name__, self._source)]
+    def values(self, *parts: Any) -> Iterator[tuple[str, Any]]:
+        """The source, or parts of it, and what its code reads of these, by name."""
+        level: list[tuple[str, Any]] = [(type(part).__name__, part) for part in parts or (self._source,)]
         seen = set(self._but)
         for _ in range(_DEPTH):
             inner: list[tuple[str, Any]] = []
@@ -270,7 +277,8 @@ def _mark_of(value: Any) -> int | None:
 
 
 def _can_change(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque)) or _is_frame(value)
+    is_container = isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque))
+    return is_container or _is_frame(value) or (is_of_user(type(value).__module__) and hasattr(value, "__dict__"))
 
 
 def _is_frame(value: Any) -> bool:

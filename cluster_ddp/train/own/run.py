@@ -44,7 +44,8 @@ from cluster_ddp.train.own.wrapping import refuse_single_process
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Order, Session
-from cluster_ddp.train.state.training import State, Stateful
+from cluster_ddp.train.state.stateful import Stateful
+from cluster_ddp.train.state.training import State
 
 
 class ScriptRun:

@@ -32,8 +32,8 @@ class Attributes(Snapshot):
             or self._is_made_again(name, now.leaves[name])
         }
         # What was found under another name before, because that has come to refer to something else since.
-        same |= {name for name in now.leaves.keys() - both if self._finds_alike(name, now)}
-        same |= {name for name in self.leaves.keys() - both if now._finds_alike(name, self)}
+        same |= {name for name in now.leaves.keys() - both if self._has_same(name, now)}
+        same |= {name for name in self.leaves.keys() - both if now._has_same(name, self)}
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
         replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
@@ -69,13 +69,17 @@ class Attributes(Snapshot):
             and equal_bits(was, leaf)
         )
 
-    def _finds_alike(self, name: str, other: Attributes) -> bool:
+    def _has_same(self, name: str, other: Attributes) -> bool:
         """Whether a leaf of the other has another name here, and the same value."""
+        first = self._first_name(name)
+        return first is not None and is_same(self.leaves[first], other.leaves[name])
+
+    def _first_name(self, name: str) -> str | None:
+        """By what other name a leaf was found first."""
         for end, letter in enumerate(name):
             if letter in ".," and (first := self._aliases.get(name[:end])) is not None:
-                found, value = self.leaves.get(first + name[end:]), other.leaves[name]
-                return found is not None and is_same(found, value)
-        return False
+                return other if (other := first + name[end:]) in self.leaves else None
+        return None
 
     def _refers_elsewhere(self, name: str, now: Attributes) -> bool:
         was, first = self._aliases[name], now._aliases[name]
@@ -109,9 +113,9 @@ class Attributes(Snapshot):
         """Which of the changed names are not saved, under any name.
 
         Elements that have left a list are not named, because its length shows the change. A value may be in the state
-        by chance: one that many things have, such as True, counts only where the state has changed, too; and that of a
+        by chance: one that many things have, such as True, counts only where the state has changed, too; that of a
         single attribute, such as the last loss, counts in a list or dict, such as that of all losses, only where it
-        was before.
+        was before; and the length of a list whose elements another list has, too, only as that of a third.
 
         Parameters
         ----------
@@ -136,16 +140,20 @@ class Attributes(Snapshot):
 
         def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
-                return is_held(value.name, name) or is_held(value.value, name)
+                return any(is_held(form, name) for form in _forms_of(value))
             if not is_common(value):
-                is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
-                forms = (value, value.item()) if is_number else (value,)
+                forms = _forms_of(value)
                 places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
             else:
                 places = (place for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
             return any(was_there(name, place) for place in places)
 
         def is_saved(name: str) -> bool:
+            if name.endswith(LENGTH) and (sources := self._lists_of_parts.get(name.removesuffix(LENGTH))):
+                places = (place for place, leaf in changed_there.items() if leaf == self.leaves.get(name))
+                return any(
+                    place.endswith(LENGTH) and _last(place.removesuffix(LENGTH)) not in sources for place in places
+                )
             if name.endswith(GRADIENT):
                 return is_held(self._gradients[name][0](), name)
             if name.endswith(TRAINED):  # the state may say whether it is frozen
@@ -162,10 +170,38 @@ class Attributes(Snapshot):
 
         return [name for name in changed if not is_saved(name)]
 
+    def has_a_place_in(self, saved: Attributes, name: str, before: Attributes) -> bool:
+        """Whether the state holds the value of a leaf where it held one before, too, other than in a list.
+
+        A whole number or a word, or what many things have, counts only under the same last name.
+        """
+        return any(
+            _is_alike(form, leaf)
+            for form in _forms_of(self.leaves.get(name))
+            for place, leaf in saved.leaves.items()
+            if (place in before.leaves and not _is_element(place))
+            and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
+        )
+
     def owner(self, name: str) -> int | None:
         """The id of the innermost object in the task or the model that a leaf belongs to; None: to these themselves."""
         *outer, _ = accumulate(name.split("."), "{}.{}".format)
         return next((self._owners[whole] for whole in reversed(outer[1:]) if whole in self._owners), None)
+
+    @functools.cached_property
+    def _lists_of_parts(self) -> dict[str, set[str]]:
+        """The lists whose elements have other names, too, with the last names of what has these under them."""
+        found: dict[str, set[str]] = {}
+        for name, first in self._aliases.items():
+            if (whole := name.rpartition(".")[0]) + LENGTH in self.leaves:
+                found.setdefault(whole, set()).add(_last(first.rpartition(".")[0]))
+        return found
+
+    def lists_alike(self, again: Attributes) -> set[str]:
+        """The lists of what has other names, too, that have as many elements, of the same names, after a resume."""
+        others = {name.rpartition(".")[0] for name in self._aliases.keys() - self.same_aliases(again)}
+        lists = self._lists_of_parts.keys() - others
+        return {name for name in lists if again.leaves.get(name + LENGTH) == self.leaves[name + LENGTH]}
 
     @functools.cached_property
     def _owners(self) -> dict[str, int]:
@@ -182,9 +218,8 @@ class Attributes(Snapshot):
         pairs = {tuple(sorted(pair, key=lambda name: GROUPS in name)) for pair in tensors}
         return {(own, held) for own, held in pairs if GROUPS in held and GROUPS not in own}
 
-    def changed_by_both_names(self, now: Attributes) -> set[str]:
+    def by_both_names(self, now: Attributes, changed: Iterable[str]) -> set[str]:
         """Second names of what a later snapshot has under the same names, and what has changed in place."""
-        changed = self.changed(now)
         return {
             name
             for name, first in now._aliases.items()
@@ -193,8 +228,14 @@ class Attributes(Snapshot):
         }
 
     def is_lost(self, name: str, was: Attributes, again: Attributes) -> bool:
-        """Whether a number or tensor would be another after a resume, or a number what is and was a tensor."""
+        """Whether a number or tensor would be another after a resume, or missing, or a number what is and was a tensor.
+
+        Also whether a list would be missing.
+        """
         leaf, loaded = self.leaves.get(name), again.leaves.get(name)
+        if name not in again.leaves and (isinstance(leaf, (float, Tensor)) or name.endswith(LENGTH)):
+            first = again._aliases.get(name) or again._first_name(name)
+            return first not in again.leaves or not _is_alike(leaf, again.leaves[first])
         if isinstance(leaf, Tensor) and type(loaded) is float:
             return isinstance(was.leaves.get(name), Tensor)
         are_numbers = type(leaf) is type(loaded) is float or (isinstance(leaf, Tensor) and isinstance(loaded, Tensor))
@@ -217,7 +258,23 @@ class Attributes(Snapshot):
 
     def aliases_lost(self, now: Attributes) -> set[str]:
         """Second names that refer to something else in a later snapshot."""
-        return {name for name, first in self._aliases.items() if now._aliases.get(name) != first}
+        return self._aliases.keys() - self.same_aliases(now)
+
+    def same_aliases(self, now: Attributes) -> set[str]:
+        """Second names that refer in a later snapshot to what has the same first name."""
+        return {name for name, first in self._aliases.items() if now._aliases.get(name) == first}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _forms_of(value: Any) -> tuple[Any, ...]:
+    """What the state may have for a value as it is."""
+    if isinstance(value, enum.Enum):
+        return value.name, value.value
+    is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
+    return (value, value.item()) if is_number else (value,)
 
 
 def _is_alike(value: Any, leaf: Any) -> bool:

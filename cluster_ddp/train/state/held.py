@@ -18,7 +18,7 @@ from cluster_ddp.train.state.kinds import is_library, is_of_library
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha", "_output_capturing_hooks_installed",
 }  # fmt: skip
-_MARKS_OF_TENSORS = ("_is_buffer", "persistent", "_is_param")  # by nn.Buffer, and for parameters of other classes
+_MARKS_OF_TENSORS = ("_is_buffer", "_is_param")  # by nn.Buffer, and for parameters of other classes
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
 # results, or the decay of diffusers' averages. And sentence-transformers' model card, which is for people only.
 _RECOMPUTED = {
@@ -53,7 +53,9 @@ def of_module(module: nn.Module) -> dict[str, Any]:
 
 def of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The attributes that somebody gave a tensor or parameter, without torch's hooks and marks."""
-    own = {key: value for key, value in vars(tensor).items() if key not in _MARKS_OF_TENSORS and not are_hooks(value)}
+    marks = {*_MARKS_OF_TENSORS, *(("persistent",) if isinstance(tensor, nn.Buffer) else ())}
+    own = {key: value for key, value in vars(tensor).items() if not (key in marks and type(value) is bool)}
+    own = {key: value for key, value in own.items() if not are_hooks(value)}
     return {key: value for key, value in own.items() if not key.startswith("_dynamo")}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.position_tables import without_tables
+from cluster_ddp.train.state.position_tables import is_table
 
 
 class HiddenBuffers:
@@ -33,6 +33,7 @@ class HiddenBuffers:
         self._first = self._now()
         self._versions = {name: tensor._version for name, tensor in self._first.items() if tensor is not None}
         self._contents = _contents_of(self._first)
+        self._tables: dict[str, tuple[tuple[int, int, int | None], bool]] = {}
 
     def changed(self) -> dict[str, Tensor]:
         """Those that are no longer as they were, by name; also through ``.data``, which torch does not count."""
@@ -54,9 +55,18 @@ class HiddenBuffers:
         if find_world().world_size == 1:
             return changed
         # Each rank makes masks and tables of positions for as many as it has met.
-        late = [name for name in changed if self._first.get(name) is None]
-        tables = set(late).difference(without_tables(late, changed))
-        return {name: tensor for name, tensor in changed.items() if name not in tables}
+        return {
+            name: tensor
+            for name, tensor in changed.items()
+            if self._first.get(name) is not None or not self._is_table(name, tensor, found.get(name))
+        }
+
+    def _is_table(self, name: str, tensor: Tensor, digest: int | None) -> bool:
+        """Whether it is a table of positions, which is found out again only once it has changed."""
+        mark = id(tensor), 0 if tensor.is_inference() else tensor._version, digest
+        if self._tables.get(name, (None, False))[0] != mark:
+            self._tables[name] = mark, is_table(tensor)
+        return self._tables[name][1]
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Put back what `changed` returned; tensors of another shape go to this device."""

@@ -48,7 +48,15 @@ def is_value(value: object) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Whether it is a number, a string or the like, or a tuple of such."""
-    return all(map(is_plain, value)) if type(value) is tuple else type(value) in PLAIN
+    seen, parts = set[int](), [value]
+    while parts:  # each tuple once, however many others hold it
+        if type(part := parts.pop()) is not tuple:
+            if type(part) not in PLAIN:
+                return False
+        elif id(part) not in seen:
+            seen.add(id(part))
+            parts += part
+    return True
 
 
 def is_common(value: Any) -> bool:
@@ -69,8 +77,10 @@ def is_small(part: Any, depth: int = _DEPTH) -> bool:
 
 def may_take_turns(value: Any) -> bool:
     """Whether which one of several a name refers to matters, such as the level or the teacher for now."""
+    if isinstance(value, tuple):  # two that are plain may be one by chance
+        return not all(map(is_plain, elements(value)))
     return isinstance(value, (*REFERRED_TO, *SEEN_INTO, np.ndarray, dict, list, set, collections.deque)) or not (
-        isinstance(value, (tuple, frozenset)) or is_of_library(value)
+        isinstance(value, frozenset) or is_of_library(value)
     )
 
 

@@ -7,7 +7,8 @@ gives its type. Only the types listed here are read back; nothing that is read i
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,13 +125,29 @@ def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
     return kind not in {*_LISTS, *_DICTS} or (isinstance(content, list) and is_packed(content, shapes))
 
 
-def without_devices(packed: Any) -> Any:
-    """The same without the device flags, so that a copy of the value on another device is equal."""
+def comparable(packed: Any) -> Any:
+    """The same without device flags and the order of sets, so that a copy of the value on another device is equal."""
     if isinstance(packed, list):
-        return [without_devices(item) for item in packed]
+        return [comparable(item) for item in packed]
     if not isinstance(packed, dict):
         return packed
-    return {key: without_devices(item) for key, item in packed.items() if not (key == "device" and _MARK in packed)}
+    if packed.get(_MARK) in ("set", "frozenset"):
+        return {**packed, "of": sorted(map(json.dumps, packed["of"]))}
+    return {key: comparable(item) for key, item in packed.items() if not (key == "device" and _MARK in packed)}
+
+
+def sets_out_of_order(value: Any, name: str) -> Iterator[str]:
+    """The names of sets in a state whose copies have another order, which depends on how they came about."""
+    if isinstance(value, (set, frozenset)):
+        if (elements := list(value)) != list(set(elements)):
+            yield name
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from sets_out_of_order(part, f"{name}.{key}")
+    elif isinstance(value, (list, tuple, collections.deque)):
+        for number, part in enumerate(value):
+            if not isinstance(part, _PLAIN):
+                yield from sets_out_of_order(part, f"{name}.{number}")
 
 
 def _are_strides(strides: Any, shape: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ _TOLERANCE = 0.02  # relative to the largest element: tables may be in bfloat16
 def without_tables(changed: Iterable[str], leaves: Mapping[str, Any]) -> list[str]:
     """The changed names that are neither such a table now nor, beside one, the number of its rows."""
     changed = list(changed)
-    tables = {name for name in changed if isinstance(leaf := leaves.get(name), Tensor) and _is_table(leaf)}
+    tables = {name for name in changed if isinstance(leaf := leaves.get(name), Tensor) and is_table(leaf)}
     sizes = {(_owner(name), size) for name in tables for size in leaves[name].shape}
     rows = {name for name in changed if type(leaves.get(name)) is int and (_owner(name), leaves[name]) in sizes}
     return [name for name in changed if name not in tables | rows]
@@ -29,7 +29,8 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _is_table(tensor: Tensor) -> bool:
+def is_table(tensor: Tensor) -> bool:
+    """Whether a tensor depends only on positions."""
     if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or tensor.numel() < _FEWEST:
         return False
     tensor = tensor.detach().cpu()

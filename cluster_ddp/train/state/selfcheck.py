@@ -23,7 +23,7 @@ from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import equal_bits
-from cluster_ddp.train.state.packing import without_devices, without_words
+from cluster_ddp.train.state.packing import comparable, without_words
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import EXTRA, Collected, State
 
@@ -161,12 +161,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
-    """Compare without devices: the restored state is on the CPU."""
+    """Compare without devices: the restored state is on the CPU. The order of sets is told elsewhere."""
     for name in live:
         # The strides have been compared with the tensors; a copy of the task may hold the very modules of the task.
         if name in ("optimizer_layouts", "modes_of_task"):
             continue
-        was, now = (json.dumps(without_devices(scalars[name]), sort_keys=True) for scalars in (live, again))
+        was, now = (json.dumps(comparable(scalars[name]), sort_keys=True) for scalars in (live, again))
         if was != now:
             yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
 

@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
+from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.watching import Watch, of_task
@@ -36,26 +37,6 @@ Collected = tuple[Tensors, dict[str, Any]]
 
 _BUFFER = "buffer."  # prefix for buffers that state_dict() omits
 EXTRA = "extra."  # prefix for tensors in what modules return from get_extra_state()
-
-
-class Stateful(Protocol):
-    """Something with its own state, such as a task."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state: tensors and JSON values."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Restore what `state_dict` returned."""
-
-
-class Averages(Protocol):
-    """Weights used for evaluation, in addition to those that are trained."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return them by their names in the model."""
-
-    def restore(self, updates: int) -> None:
-        """Continue from the restored tensors, which contain this many updates."""
 
 
 class State:
@@ -262,10 +243,8 @@ class State:
     def compare_values(self, other: State) -> None:
         """Note for `unsaved` which numbers, tensors and strings, and names of the same, come back in another state."""
         if isinstance(other._also, Task):
-            self._watch.compare_values(other._also)
             is_another = other._model is not self._model
-            self._watch.compare_inner_values(other._attributes(), is_another_model=is_another)
-            self._watch.compare_attributes(of_task(other._also))
+            self._watch.compare(other._also, other._attributes(), is_another_model=is_another)
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
@@ -279,6 +258,13 @@ class State:
         for name, optimizer in self._optimizers().items():
             found.update(f"{name}.{key}" for key in optimizer.changed_later())
         return sorted(found)
+
+    def other_names(self, name: str) -> set[str]:
+        """How what `unsaved` returns is called among what samples are made from: by its class, or without a module."""
+        place, _, key = name.rpartition(".")
+        if place == "task":
+            return {f"{kind.__name__}.{key}" for kind in type(self._also).__mro__}
+        return {name, key} if "." not in place else {name}
 
     def _other_states(self) -> dict[str, Any]:
         return {"task": self._task_state(), "model": self._model_state()[1]}
@@ -353,21 +339,7 @@ class State:
         also.load_state_dict(copy.deepcopy(self._first_of_task))
         if isinstance(also, Task):
             self._watch.note_first(also)
-        first, taken = _as_texts(self._first_of_task), _as_texts(also.state_dict())
-        if first != taken:
-            lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
-            again = _as_texts(also.state_dict())
-            if clocks := [key for key in lost if again.get(key) != taken.get(key)]:
-                raise TaskError(
-                    f"state_dict() of the task returns other values each time it is called: {', '.join(clocks)}\n"
-                    "    leave out what changes by itself, such as the time of day, or note it in loss(): "
-                    "self.seconds = self.seconds_before + time.time() - self.start"
-                )
-            raise TaskError(
-                "load_state_dict() of the task (in a script, of what is passed to also=) does not restore what its "
-                f"state_dict() returned before the first step: {', '.join(lost)}\n"
-                "    let it replace what is there, not add to it: self.seen = state['seen'], or clear() before update()"
-            )
+        refuse_not_put_back(also, self._first_of_task)
 
     def _model_state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors of the model and the average, and the modules' extra state."""
@@ -406,10 +378,6 @@ class State:
             return {}
         with self._communicating.watched():
             return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
-
-
-def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
-    return {str(key): json.dumps(Packer({}).pack(value, "task"), sort_keys=True) for key, value in state.items()}
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -14,8 +14,9 @@ from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
-from cluster_ddp.train.state.snapshot import GRADIENT
+from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
 from cluster_ddp.train.task import Task
 
 _NOTHING = object()
@@ -64,6 +65,7 @@ class Watch:
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
+        self._changes: list[list[str]] = []  # from each of the looks to what was noted
         self._first_names: set[str] = set()  # of the attributes of the task
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into data frames of another task
@@ -98,33 +100,45 @@ class Watch:
         """Take what there is now for what the next `unsaved` compares, whatever changes before it is called."""
         if self._looks:
             self._noted = self._attributes()
+            self._changes = [was.changed(self._noted) for was, _ in self._looks]
 
     def unsaved(self) -> set[str]:
         """What has changed since one of the looks, and is not saved; this call is the next look."""
+        if self._stops_watching is not None:
+            self._stops_watching()
+            self._stops_watching = None
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
         found = {name for name, does in self._comes_back.items() if not does} | self._read
+        found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
-        if self._stops_watching is not None:
-            self._stops_watching()
-            self._stops_watching = None
-        for was, saved_then in looks:
-            changed = without_tables(was.changed(now), now.leaves)
-            lost = [name for name in changed if self._inner_comes_back.get(name) is False]
-            found.update(now.holders.get(name) or was.holders[name] for name in lost)
-            changed = [name for name in changed if name not in self._inner_comes_back]
+        changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
+        comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
+        kept: set[str] = set()  # of these, those that the state has under any name
+        for (was, saved_then), changed in zip(looks, changes, strict=True):
+            changed = without_tables(changed, now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
-            changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
-            changed = [name for name in changed if name not in self._made_again]
+            lost = {name for name in changed if self._inner_comes_back.get(name) is False}
+            found.update(holders[name] for name in lost)
+            skipped = {name for name in changed if holders[name] in self._comes_back} - comes_back
+            skipped |= lost | self._made_again
+            changed = [name for name in changed if name not in skipped]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
-            changed = now.unsaved(changed, saved, fresh, (was, saved_then))
+            tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
+            kept.update(set(tested).intersection(comes_back).difference(changed))
+            changed = [name for name in changed if name not in comes_back]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then))
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
-        self._comes_back, self._made_again = {name: True for name, does in self._comes_back.items() if does}, set()
+        # From now on these have to be there whenever they have changed: the state may have a copy that is not always
+        # renewed. What is only restored from something else cannot be told from its values.
+        direct = {name for name in kept if now.has_a_place_in(saved, name, looks[0][1])}
+        self._comes_back = {name: True for name, does in self._comes_back.items() if does and name not in direct}
+        self._inner_comes_back = {name: does for name, does in self._inner_comes_back.items() if name not in direct}
+        self._made_again = set()
         return found
 
     def put_back_values(self, other: Task) -> None:
@@ -147,48 +161,67 @@ class Watch:
         found = of_task(other)
         self._at_first = {name: leaf for name, leaf in found.leaves.items() if found.is_frame(name)}
 
-    def compare_values(self, other: Task) -> None:
-        """Find out which of these the other has after loading the state of this one, and which tensors, made anew."""
+    def compare(self, other: Task, all_again: Attributes, *, is_another_model: bool) -> None:
+        """Find out what comes back, by what another task has after loading the state of this one.
+
+        Parameters
+        ----------
+        all_again
+            What there is with that task, its model included.
+        """
+        if not self._looks:
+            return
+        self._compare_values(other)
+        if self._noted is not None:
+            self._compare_inner_values(self._noted, all_again, is_another_model)
+            mine, theirs = vars(self._task), vars(other)
+            anew = {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
+            self._compare_attributes(self._noted, of_task(other), anew)
+
+    def _compare_values(self, other: Task) -> None:
+        """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
         mine, theirs = vars(self._task), vars(other)
-        changed = set() if self._noted is None else set(self._looks[0][0].changed(self._noted))
+        changed = set(self._changes[0]) if self._changes else set()
         for key, value in mine.items():
             if f"task.{key}" in changed and isinstance(value, (Tensor, np.ndarray)):
                 again = theirs.get(key)
                 if again is not value and fingerprint(again) == fingerprint(value):
                     self._comes_back[f"task.{key}"] = True
-        for key, value in mine.items() if self._looks else ():
+        for key, value in mine.items():
             first = self._first(key)
             if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
                 self._comes_back[f"task.{key}"] = is_same(theirs.get(key, _NOTHING), value)
 
-    def compare_inner_values(self, again: Attributes, *, is_another_model: bool) -> None:
+    def _compare_inner_values(self, now: Attributes, again: Attributes, is_another_model: bool) -> None:
         """Find out which numbers in the model, or in what the task has made once more, come back."""
-        if not self._looks or self._noted is None:
-            return
-        for name in self._looks[0][0].changed(self._noted):
-            value = self._noted.leaves.get(name, _NOTHING)
+        for name in self._changes[0]:
+            value = now.leaves.get(name, _NOTHING)
             if not is_value(value) or not name.startswith(("model.", "task.")):
                 continue
-            mine, theirs = self._noted.owner(name), again.owner(name)
+            mine, theirs = now.owner(name), again.owner(name)
             of_model = mine is None and is_another_model and name.startswith("model.")
             if of_model or (mine is not None and theirs not in (None, mine)):
                 self._inner_comes_back[name] = is_same(again.leaves.get(name, _NOTHING), value)
 
-    def compare_attributes(self, again: Attributes) -> None:
-        """Find out what else would come back otherwise, by what the task has after loading the state of this one.
+    def _compare_attributes(self, now: Attributes, again: Attributes, anew: set[str]) -> None:
+        """Find out what else would come back otherwise.
 
-        These are numbers and tensors, such as those of which the state has rounded copies, and names that would no
-        longer refer to the same as another name. Data frames may come back from another form.
+        These are numbers and tensors, such as those of which the state has rounded copies, lists that would have
+        another length, and names that would no longer refer to the same as another name. Data frames may come back from
+        another form, and lists of parts that loading makes anew from the same ones.
         """
-        if not self._looks or self._noted is None:
-            return
-        was, now = self._looks[0][0], self._noted
-        changed = [name for name in was.changed(now) if name.startswith("task.")]
+        was = self._looks[0][0]
+        changed = [name for name in self._changes[0] if name.startswith("task.")]
         lost = {name for name in changed if now.is_lost(name, was, again)}
         if self.before_loading is not None:
-            lost |= was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
+            lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
             self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
+            referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
+            self._comes_back |= dict.fromkeys(referring, True)
+        self._comes_back |= dict.fromkeys(anew & now.lists_alike(again), True)
+        lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in anew}
+        self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}
         frames = {name for name in self._at_first.keys() & changed if name in again.leaves}
         made = {name for name in frames if not is_same(self._at_first[name], again.leaves[name])}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}

@@ -1,0 +1,56 @@
+"""What is saved beside the model and its optimizer, such as the state of a task, and whether that is put back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.state.packing import Packer, comparable
+
+
+class Stateful(Protocol):
+    """Something with its own state, such as a task."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: tensors and JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Restore what `state_dict` returned."""
+
+
+class Averages(Protocol):
+    """Weights used for evaluation, in addition to those that are trained."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return them by their names in the model."""
+
+    def restore(self, updates: int) -> None:
+        """Continue from the restored tensors, which contain this many updates."""
+
+
+def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
+    """Raise a `TaskError` unless something has the state from before the first step, which it has been given."""
+    first, taken = _as_texts(state), _as_texts(also.state_dict())
+    if first != taken:
+        lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
+        again = _as_texts(also.state_dict())
+        if clocks := [key for key in lost if again.get(key) != taken.get(key)]:
+            raise TaskError(
+                f"state_dict() of the task returns other values each time it is called: {', '.join(clocks)}\n"
+                "    leave out what changes by itself, such as the time of day, or note it in loss(): "
+                "self.seconds = self.seconds_before + time.time() - self.start"
+            )
+        raise TaskError(
+            "load_state_dict() of the task (in a script, of what is passed to also=) does not restore what its "
+            f"state_dict() returned before the first step: {', '.join(lost)}\n"
+            "    let it replace what is there, not add to it: self.seen = state['seen'], or clear() before update()"
+        )
+
+
+def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
+    packed = {str(key): Packer({}).pack(value, "task") for key, value in state.items()}
+    return {key: json.dumps(comparable(value), sort_keys=True) for key, value in packed.items()}

@@ -1,0 +1,127 @@
+"""Workers: what goes wrong in one is told, and they live as long as their rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+from train_tasks import CPU, fetch
+
+from cluster_ddp.train.data import loader
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader, set_up_worker
+
+
+class Broken(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        class NoSuchSample(Exception):
+            pass
+
+        raise NoSuchSample("of this index")
+
+
+@pytest.mark.timeout(60)
+def test_an_error_that_cannot_be_pickled_is_told() -> None:
+    """A worker could not send it, and its rank waited for the batch until the watchdog ended it."""
+    with pytest.raises(RuntimeError, match="NoSuchSample: of this index"):
+        fetch(Broken(), (0, [4, 5]), workers=1)
+
+
+class Unsendable(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1), (lambda: index)
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_that_cannot_be_sent_is_told() -> None:
+    """A worker's queue only prints such an error, and the rank waited for the batch until the watchdog ended it."""
+    loader = DataLoader(Unsendable(), 2, num_workers=1, worker_init_fn=set_up_worker, collate_fn=list)
+    with pytest.raises(Exception, match=r"could not send a batch(.*\n)*.*lambda"):
+        next(iter(loader))
+
+
+class Dying(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        os.kill(os.getpid(), index)
+        return torch.zeros(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_is_told_with_the_signal() -> None:
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside"):
+        fetch(Dying(), (0, [int(signal.SIGKILL)]), workers=1)
+
+
+class Pids(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(os.getpid())
+
+
+def test_workers_survive_the_signals_of_a_stop() -> None:
+    """A signal to the process group reaches workers too; they go on, and are gone when the loader is closed."""
+    plans = [(0, np.array([number])) for number in range(60)]
+    loader = Loader(Fetcher(Pids(), default_collate, 1), plans, lambda plan: plan, workers=1, device=CPU)
+    batches = iter(loader)
+    worker = int(next(batches)[1][0])
+    assert worker != os.getpid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker, number)
+    assert {int(batch[0]) for _, batch in (next(batches) for _ in range(30))} == {worker}
+    loader.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+WITH_A_FORK_SERVER = """
+import multiprocessing, os, signal, torch
+from cluster_ddp.train.data.loader import from_workers
+
+class Numbers(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # as a rank has a handler
+    batches = from_workers(Numbers(), range(60), workers=1, device=torch.device("cpu"))
+    first = next(batches)
+    os.killpg(0, signal.SIGUSR1)
+    print([first, *batches] == list(range(60)))
+"""
+
+
+def test_a_signal_to_the_process_group_leaves_the_server_that_forks_workers(tmp_path: Path) -> None:
+    """So workers start from Python 3.14 on; without the server all of them would seem to be dead."""
+    program = tmp_path / "program.py"
+    program.write_text(WITH_A_FORK_SERVER)
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=200, start_new_session=True
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_what_a_queue_of_a_worker_s_own_cannot_send_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loader, "get_worker_info", lambda: SimpleNamespace(id=1))
+    sent: list[Any] = []
+    for message in (("loss", 1), (), (3, "of", "another form"), (3, "a batch")):
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            loader._send_instead(SimpleNamespace(put=sent.append), error, message)  # type: ignore[arg-type]
+    assert [number for number, _ in sent] == [3]
+    assert capfd.readouterr().err.count("\nValueError: ") == 3
