@@ -89,7 +89,7 @@ def test_no_line_is_too_long_to_read() -> None:
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
-@settings(max_examples=25, phases=UNSHRUNK, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, phases=UNSHRUNK, suppress_health_check=[HealthCheck.too_slow])
 @given(value=TEXT, argument=TEXT, script=LINE, python=LINE, ifname=LINE, runs=st.integers(0, 3))
 def test_hostile_values_arrive_as_text_and_nothing_is_run(
     value: str, argument: str, script: str, python: str, ifname: str, runs: int
