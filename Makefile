@@ -43,7 +43,7 @@ test-slurms: .venv/.everything
 test-datasets: build/datasets/.installed
 	build/datasets/bin/python -c "import datasets, litdata"
 	build/datasets/bin/python -m pytest -o cache_dir=build/datasets/cache $(PARALLEL) -m "datasets and not chaos" \
-	  $$(grep -rl mark.datasets tests) $(PYTEST_ARGS)
+	  $$(grep -rl --include="*.py" mark.datasets tests) $(PYTEST_ARGS)
 
 test-cuda: .venv/.everything
 	$(PYTEST) $(PARALLEL) --cuda -m "not chaos and not datasets" tests/zoo tests/*/test_*_cuda.py $(PYTEST_ARGS)
