@@ -156,9 +156,9 @@ class _Training:
             self._batches = map_batches(_expect_shard(make_loader()), self._run.world.world_size)
             return self._batches.ordinary()
 
-        def take_checked(batches: Iterator[Any], *more: Any) -> Any:
+        def take_checked(batches: Iterator[Any], *arguments: Any, **options: Any) -> Any:
             assert self._batches is not None
-            return take(map(self._batches.checked, batches), *more)
+            return take(map(self._batches.checked, batches), *arguments, **options)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(trainer, get_train_dataloader=take_loader, get_batch_samples=take_checked))

@@ -134,7 +134,9 @@ class Judge:
                 history = read_history(attempt.run)
                 return decision, decision.why, suspects(history, attempt.number) if decision.action == "requeue" else []
             except Exception as error:  # such an error would recur, unlike storage that does not respond
-                if self._given_up or storage_error(error) is None or self._host.now() > until:
+                if self._given_up:  # what follows has been said
+                    return None, _UNDECIDED, []
+                if storage_error(error) is None or self._host.now() > until:
                     say(f"cannot decide what follows attempt {attempt.number}: {error}")
                     said = str(error).splitlines() or [type(error).__name__]
                     return None, f"{_UNDECIDED}: {said[0]}", []

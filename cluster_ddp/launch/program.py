@@ -42,6 +42,7 @@ _WATCHDOG_SECONDS = 1.0
 _NEWER_SECONDS = 2.0
 _STANDSTILL_SECONDS = 5.0
 _NAME_SECONDS = 120.0
+_FIRST_TO_RECORD_SECONDS = 2.0
 _AGENT_LOST_SECONDS = 60.0  # for ranks to save once their agent is gone
 
 
@@ -312,9 +313,12 @@ class NodeProgram:
         told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
         # Once another node has failed, its peers lose their connections: by their clocks perhaps even earlier.
         self._record(events.NODE_FAILED, error=failure.error, suspect=(failure.suspect or alone) and not told)
-        if not alone and self._host == min(failure.came, default=self._host):  # the others see the same
+        if not alone and missing:
+            if self._host != min(failure.came):  # which sees the same, and records it unless it has been lost, too
+                time.sleep(_FIRST_TO_RECORD_SECONDS)
+            told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
             for host, node in missing.items():
-                if host in told:  # by a node that gave up sooner
+                if host in told:
                     continue
                 self._events.write(
                     events.NODE_FAILED,

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.liveness import ProcessIdentity, read_identity
-from cluster_ddp.run.reading import as_size, as_time, as_whole, read_json_object
+from cluster_ddp.run.reading import as_size, as_time, as_whole, read_json_object, refuse_passing
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.slurm.states import is_job_id
 
@@ -43,9 +43,12 @@ class AttemptRecord:
         return value
 
 
-def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
-    """Read the record of an attempt; what is missing or damaged in it counts as unknown."""
-    value = read_json_object(attempt.record_file) or {}
+def read_attempt(attempt: AttemptDirectory, *, strict: bool = False) -> AttemptRecord:
+    """Read the record of an attempt; what is missing or damaged in it counts as unknown.
+
+    For `strict`, see `cluster_ddp.run.events.read_events`.
+    """
+    value = read_json_object(attempt.record_file, strict=strict) or {}
     job_id = value.get("slurm_job_id")
     return AttemptRecord(
         number=attempt.number,
@@ -59,11 +62,16 @@ def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
     )
 
 
-def list_attempts(run: RunDirectory) -> list[AttemptDirectory]:
-    """List the attempts of a run by number; empty if they cannot be listed."""
+def list_attempts(run: RunDirectory, *, strict: bool = False) -> list[AttemptDirectory]:
+    """List the attempts of a run by number; empty if they cannot be listed.
+
+    For `strict`, see `cluster_ddp.run.events.read_events`.
+    """
     try:
         return [run.attempt(number) for number in attempt_numbers(run)]
-    except OSError:
+    except OSError as error:
+        if strict:
+            refuse_passing(run.attempts, error)
         return []
 
 

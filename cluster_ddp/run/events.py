@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.printing import say
 from cluster_ddp.run.digest import Digest, read_digest
-from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.reading import MAX_LINES, as_time, as_whole, parse_lines, read_on
-from cluster_ddp.run.storage import PASSING_ERRORS, Storage, open_lines
+from cluster_ddp.run.reading import MAX_LINES, as_time, as_whole, parse_lines, read_on, refuse_passing
+from cluster_ddp.run.storage import Storage, open_lines
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
@@ -143,7 +142,7 @@ def read_events(run: RunDirectory, *, strict: bool = False) -> list[dict[str, An
     Parameters
     ----------
     strict
-        For whoever decides what follows: raise `RunError` instead if storage fails in a way that may pass.
+        Raise `RunError` instead if storage fails in a way that may pass, for callers that decide what happens next.
     """
     whole, torn = _read(run, read_digest(run.digest_file), strict=strict)
     return sorted([*whole.events, *torn], key=_time)
@@ -159,10 +158,8 @@ def _read(run: RunDirectory, digest: Digest, *, strict: bool = False) -> tuple[D
     """Read the updated digest, and the events in lines that do not end yet."""
 
     def skip(path: Path, error: OSError) -> None:
-        if strict and error.errno in PASSING_ERRORS:
-            raise RunError(
-                f"{path} cannot be read: {error.strerror}. If that lasts, restore or remove it: it decides what follows"
-            ) from error
+        if strict:
+            refuse_passing(path, error)
 
     try:
         names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted

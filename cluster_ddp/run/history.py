@@ -208,5 +208,6 @@ def read_history(run: RunDirectory, known: Iterable[AttemptRecord] = (), *, stri
         See `cluster_ddp.run.events.read_events`.
     """
     over = {record.number: record for record in known if record.ended is not None}
-    attempts = tuple(over.get(attempt.number) or read_attempt(attempt) for attempt in list_attempts(run))
+    listed = list_attempts(run, strict=strict)
+    attempts = tuple(over.get(attempt.number) or read_attempt(attempt, strict=strict) for attempt in listed)
     return History(run, tuple(read_events(run, strict=strict)), attempts)

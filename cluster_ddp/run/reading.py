@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.run.storage import open_without_links
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.storage import PASSING_ERRORS, open_without_links
 
 MAX_RECORD = 1 << 20  # bytes of run.json, attempt.json and the stop file
 MAX_LINES = 16 << 20  # bytes read from the end of a file of lines: the events of a hundred thousand checkpoints
@@ -99,12 +100,29 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Read the object in a JSON file no larger than a record; None if it is missing, damaged or something else."""
+def read_json_object(path: Path, *, strict: bool = False) -> dict[str, Any] | None:
+    """Read the object in a JSON file no larger than a record; None if it is missing, damaged or something else.
+
+    Parameters
+    ----------
+    strict
+        Call `refuse_passing` if it cannot be read.
+    """
     try:
         return parse_object(read_file(path, MAX_RECORD))
-    except OSError:
+    except OSError as error:
+        if strict:
+            refuse_passing(path, error)
         return None
+
+
+def refuse_passing(path: Path, error: OSError) -> None:
+    """Raise `RunError` if storage fails in a way that may pass, for callers that decide what happens next."""
+    if error.errno in PASSING_ERRORS:
+        raise RunError(
+            f"{path} cannot be read: {error.strerror}. If this persists, restore it: what happens next is decided from "
+            "it"
+        ) from error
 
 
 def parse_object(data: bytes) -> dict[str, Any] | None:

@@ -61,14 +61,16 @@ cluster_ddp_restore() {
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
     local cluster_ddp_again=once cluster_ddp_what=$2 cluster_ddp_line cluster_ddp_lines=()
-    local cluster_ddp_text='' cluster_ddp_whole=''
+    local cluster_ddp_text='' cluster_ddp_whole='' cluster_ddp_name
     cluster_ddp_restore
     # Of a function that fails, such as module, bash knows what failed inside of it, and not the line that calls it.
     [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 5 cluster_ddp_lines <"${3:-$0}"; } 2>/dev/null
     for cluster_ddp_line in "${cluster_ddp_lines[@]:-}"; do # until they are a whole command
         cluster_ddp_text+=${cluster_ddp_text:+$'\n'}$cluster_ddp_line
-        [[ $cluster_ddp_line == *\\ ]] || ! (eval "cluster_ddp_it() { $cluster_ddp_text"$'\n}') 2>/dev/null ||
-            { cluster_ddp_whole=$cluster_ddp_text && break; }
+        [[ $cluster_ddp_line != *\\ ]] || continue
+        # Only parsed (-n), never run
+        env -u BASH_ENV -u SHELLOPTS "$BASH" -n <<<"it() { $cluster_ddp_text"$'\n}' 2>/dev/null || continue
+        cluster_ddp_whole=$cluster_ddp_text && break
     done
     : "${cluster_ddp_whole:=${cluster_ddp_lines[0]:-}}"
     cluster_ddp_line=${cluster_ddp_whole//[[:space:]\\]/} cluster_ddp_name=${cluster_ddp_what//[[:space:]\\]/}

@@ -17,6 +17,7 @@ from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter, on_this_host, read_events
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.lineage import Lineage, Origin
 from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.record import read_record
@@ -266,3 +267,23 @@ def test_who_decides_does_not_take_what_storage_withholds_for_what_never_was(
             read_events(run, strict=True)
     else:
         assert read_events(run, strict=True) == []
+
+
+def test_who_decides_does_not_take_attempts_that_storage_withholds_for_none(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (attempt := run.attempt(0)).path.mkdir(parents=True)
+    attempt.record_file.write_text("{}")
+
+    def fail(path: Path, *_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as of_record:
+        of_record.setattr("cluster_ddp.run.reading.read_file", fail)
+        assert len(read_history(run).attempts) == 1
+        with pytest.raises(RunError, match=r"attempt\.json cannot be read"):
+            read_history(run, strict=True)
+    monkeypatch.setattr("cluster_ddp.run.attempt_record.attempt_numbers", lambda run: fail(run.attempts))
+    assert read_history(run).attempts == ()
+    with pytest.raises(RunError, match="attempts cannot be read"):
+        read_history(run, strict=True)

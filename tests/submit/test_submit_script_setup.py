@@ -43,6 +43,15 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     assert f"launch.setup: status {status} from: {on_one_line} (see slurm-77.out)" in found["reason"]
 
 
+def test_nothing_after_a_line_that_fails_is_run(stage: Stage) -> None:
+    """Not even to find out where the command that has failed ends."""
+    side = stage.folder / "side"
+    setup = ["{ echo loading", "  false; }", f"echo x >>{side}", f"touch {side}", "true"]
+    assert stage.perform(stage.write(launch={"setup": setup})) == 1
+    assert "launch.setup: status 1 from: false" in stage.output
+    assert not side.exists()
+
+
 @pytest.mark.parametrize(
     "setup",
     [

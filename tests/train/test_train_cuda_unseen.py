@@ -63,6 +63,15 @@ def test_what_is_kept_is_compared_without_its_device() -> None:
     assert comparable(packed[0]) == packed[1]
 
 
+def test_the_order_of_sets_does_not_count_at_any_depth() -> None:
+    def packed(*elements: str) -> Any:
+        inner = {"!": "frozenset", "of": list(elements)}
+        return {"!": "set", "of": [inner, "c"] if elements[0] == "a" else ["c", inner]}
+
+    assert comparable(packed("a", "b")) == comparable(packed("b", "a"))
+    assert comparable(packed("a", "b")) != comparable(packed("a", "d"))
+
+
 @pytest.mark.parametrize(("last", "bad"), [(1.0, 0.0), (math.inf, 1.0), (None, 0.0)])
 def test_an_empty_parameter_has_finite_gradients(last: float | None, bad: float) -> None:
     gradients = [torch.empty(0, 3), *([] if last is None else [torch.tensor([0.0, last])])]

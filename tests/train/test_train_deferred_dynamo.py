@@ -66,17 +66,22 @@ from cluster_ddp.train.deferred_dynamo import defer_dynamo
 defer_dynamo()
 import torch
 
+found = []
+
 def compile_late():
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    found.append(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
 
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 other = threading.Thread(target=compile_late)
 other.start()
+steps = 0
 while other.is_alive():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     torch._dynamo.utils.get_optimize_ddp_mode()
+    steps += 1
+assert found == [2.0] and steps > 1, (found, steps)
 print("done")
 """
 

@@ -186,3 +186,34 @@ class LooksBack(ZooTask):
 
 def test_a_window_that_loading_makes_again_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert told(LooksBack, tmp_path, capfd, steps=4) == []
+
+
+class Drops(ZooTask):
+    """Warms up by a list that it drops, and takes into use what it has, beside a tensor that changes."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.warm: list[float] | None = [1.5, 2.5]
+        self.pool = [torch.ones(2), torch.ones(2)]
+        self.active: list[Tensor] = []
+        self.sums = torch.zeros(3)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        factor = 1 if self.warm is None else sum(self.warm)
+        self.warm = None
+        if len(self.active) < len(self.pool):
+            self.active.append(self.pool[len(self.active)])
+        self.sums += 0.25
+        return loss * factor * (1 + sum(map(torch.sum, self.active)) + self.sums.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"warm": self.warm, "active": len(self.active), "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.warm, self.sums = state["warm"], state["sums"]
+        self.active = self.pool[: state["active"]]
+
+
+def test_lists_that_a_step_drops_and_lists_of_what_is_in_another_are_exact(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, Drops)) == "exact"

@@ -13,7 +13,8 @@ SHORT = {"steps": 3, "ema_decay": None}
 
 def told(make: Any, folder: Path, capfd: pytest.CaptureFixture[str], **train: Any) -> list[str]:
     """The names that a calm training warns of, besides what every task of the zoo forgets."""
-    judge(Case(train={**SHORT, **train}), folder, make)
+    verdict = judge(Case(train={**SHORT, **train}), folder, make, crashes=())
+    assert verdict.error is None and verdict.refused is None, verdict
     said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     listed = [line.partition("training changes ")[2].partition(", which")[0].split(", ") for line in said]
     return sorted({name for names in listed for name in names} - {"task.losses"})

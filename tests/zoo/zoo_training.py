@@ -173,6 +173,7 @@ def judge(
     In the end the two checkpoints must be alike: a later crash could find nothing else.
     """
     job = job_of(case)
+    crashes = tuple(crash for crash in crashes if crash < case.train.get("steps", STEPS))
     trainer: Trainer | None = None
     resumes = False
 
@@ -185,6 +186,8 @@ def judge(
             trainer.run()
         except Crash:
             assert trainer.step == crash
+        else:
+            assert crash is None, "the loss was never computed at the step that was to crash"
         return task
 
     try:

@@ -35,7 +35,7 @@ Pairs = Generator[tuple[K, Any], None, None]
 
 _END = object()
 _JOIN_SECONDS = 2.0
-_print = queues.Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+_report_as_usual = getattr(queues.Queue, "_on_queue_feeder_error", None)
 _IGNORED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
@@ -253,8 +253,8 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> Non
         where = f"in DataLoader worker process {info.id}, which could not send a batch"
         wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
         queue.put((batch[0], wrapped))
-    else:  # of a queue of the set's own
-        _print(error, batch)
+    elif _report_as_usual is not None:  # of a queue of the set's own
+        _report_as_usual(error, batch)
 
 
 def _end_with(rank: BaseProcess) -> None:

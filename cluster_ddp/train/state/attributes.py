@@ -150,10 +150,9 @@ class Attributes(Snapshot):
 
         def is_saved(name: str) -> bool:
             if name.endswith(LENGTH) and (sources := self._lists_of_parts.get(name.removesuffix(LENGTH))):
-                places = (place for place, leaf in changed_there.items() if leaf == self.leaves.get(name))
-                return any(
-                    place.endswith(LENGTH) and _last(place.removesuffix(LENGTH)) not in sources for place in places
-                )
+                lengths = {place for place in changed_there if place.endswith(LENGTH)}
+                places = (place.removesuffix(LENGTH) for place in lengths if leaves[place] == self.leaves.get(name))
+                return any(_last(place) not in sources for place in places)
             if name.endswith(GRADIENT):
                 return is_held(self._gradients[name][0](), name)
             if name.endswith(TRAINED):  # the state may say whether it is frozen
@@ -228,10 +227,12 @@ class Attributes(Snapshot):
         }
 
     def is_lost(self, name: str, was: Attributes, again: Attributes) -> bool:
-        """Whether a number or tensor would be another after a resume, or missing, or a number what is and was a tensor.
+        """Whether a number or tensor would differ or be missing after a resume, or a tensor come back as a number.
 
         Also whether a list would be missing.
         """
+        if name not in self.leaves:  # the task has dropped it itself
+            return False
         leaf, loaded = self.leaves.get(name), again.leaves.get(name)
         if name not in again.leaves and (isinstance(leaf, (float, Tensor)) or name.endswith(LENGTH)):
             first = again._aliases.get(name) or again._first_name(name)

@@ -53,7 +53,7 @@ def of_module(module: nn.Module) -> dict[str, Any]:
 
 def of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The attributes that somebody gave a tensor or parameter, without torch's hooks and marks."""
-    marks = {*_MARKS_OF_TENSORS, *(("persistent",) if isinstance(tensor, nn.Buffer) else ())}
+    marks = {*_MARKS_OF_TENSORS, *(("persistent",) if getattr(tensor, "_is_buffer", False) else ())}
     own = {key: value for key, value in vars(tensor).items() if not (key in marks and type(value) is bool)}
     own = {key: value for key, value in own.items() if not are_hooks(value)}
     return {key: value for key, value in own.items() if not key.startswith("_dynamo")}

@@ -132,7 +132,7 @@ def comparable(packed: Any) -> Any:
     if not isinstance(packed, dict):
         return packed
     if packed.get(_MARK) in ("set", "frozenset"):
-        return {**packed, "of": sorted(map(json.dumps, packed["of"]))}
+        return {**packed, "of": sorted(json.dumps(comparable(item), sort_keys=True) for item in packed["of"])}
     return {key: comparable(item) for key, item in packed.items() if not (key == "device" and _MARK in packed)}
 
 
