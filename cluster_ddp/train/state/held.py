@@ -7,10 +7,13 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.distributions.utils import lazy_property
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
+from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.state.kinds import is_library, is_of_library
 
 # Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its
@@ -36,8 +39,8 @@ _RECOMPUTED = {
 # elements of LBFGS's parameters.
 NOT_STATE_OF_OPTIMIZERS = frozenset(
     {
-        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
-        "found_inf", "grad_scale", "_numel_cache",
+        "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused", "found_inf",
+        "grad_scale", "_numel_cache",
     }
 )  # fmt: skip
 
@@ -46,7 +49,7 @@ def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
     but = recomputed(module)
     hooks = {key: held for key, value in vars(module).items() if are_hooks(value) and (held := _hooks_of_user(value))}
-    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES and key not in but}
+    own = {key: value for key, value in inner_parts(module) if key not in _OF_MODULES and key not in but}
     own = {key: value for key, value in own.items() if not _is_own_method(module, key, value)}
     return {**enclosing_methods(module), **own, **hooks}
 
@@ -80,6 +83,8 @@ def recomputed(value: object) -> set[str]:
     names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
     for kind in type(value).__mro__:
         names |= _RECOMPUTED.get(kind.__module__.partition(".")[0], set())
+        if issubclass(kind, Distribution):
+            names.update(key for key, part in vars(kind).items() if isinstance(part, lazy_property))
     for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
         if isinstance(hook, SpectralNorm):
             names.add(hook.name)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
-from cluster_ddp.train.state.watching import Watch, of_task
+from cluster_ddp.train.state.watching import Watch
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -73,6 +73,7 @@ class State:
         others: Mapping[str, OptimizerState] | None = None,  # other optimizers, saved by `also`
         besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
         seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
+        read: Container[int] | None = None,  # ids of the data sets from which batches are made; None: all
         communicating: Communicating | None = None,  # of a task: what its methods have done so far
     ) -> None:
         self.counts = Counts()  # saved with the rest; the code that counts updates them
@@ -84,7 +85,7 @@ class State:
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
         self._optimizer.apart = apart
         self._others = others or {}
-        self._seeded = seeded
+        self._seeded, self._read = seeded, read
         self._communicating = communicating or Communicating()
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
@@ -233,7 +234,7 @@ class State:
         before, self._watch.before_loading = self._watch.before_loading, None  # it keeps all that the other holds
         if before is None or not isinstance(other._also, Task):
             return Attributes({}), Attributes({})
-        return before, of_task(other._also)
+        return before, other._attributes()
 
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
@@ -264,8 +265,9 @@ class State:
         if isinstance(other._also, Task):
             self._watch.compare_values(other._also)
             is_another = other._model is not self._model
-            self._watch.compare_inner_values(other._attributes(), is_another_model=is_another)
-            self._watch.compare_attributes(of_task(other._also))
+            again = other._attributes()
+            self._watch.compare_inner_values(again, is_another_model=is_another)
+            self._watch.compare_attributes(again)
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
@@ -314,7 +316,7 @@ class State:
         for name, module in modules.items():
             held = {**module._parameters, **module._buffers}
             known |= {id(module): name} | {id(tensor): f"{name}.{key}" for key, tensor in held.items()}
-        return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest)
+        return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
@@ -337,17 +339,17 @@ class State:
         finally:
             self._also.load_state_dict(now)
 
-    def put_back_first(self, also: Stateful) -> None:
-        """Load into another task the state that this one had before the first step.
+    def put_back_first(self, also: Stateful, other: State | None = None) -> None:
+        """Load into another task, of another state, the state that this one had before the first step.
 
         Raises
         ------
         TaskError
             It does not restore that state.
         """
-        if isinstance(also, Task):
+        if isinstance(also, Task) and other is not None:
             self._watch.put_back_values(also)
-            self._watch.before_loading = of_task(also)
+            self._watch.before_loading = other._attributes()
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))

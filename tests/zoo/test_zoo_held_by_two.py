@@ -1,0 +1,119 @@
+"""What the model or an optimizer holds together with the task, or under a name that torch uses elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from zoo_training import _MADE, Case, ZooTask, judge
+
+from cluster_ddp.train.state.modes import Modes
+
+
+class Bank(ZooTask):
+    """Its model reads a tensor of the task, in the place of which loading puts another one."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.bank = torch.ones(4)
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        model.bank = self.bank
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss: Tensor = super().loss(model, batch) * getattr(model, "module", model).bank.mean()
+        self.bank.lerp_(loss.detach(), 0.5)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bank": self.bank}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.bank = state["bank"]
+
+
+class BankCopiedInto(Bank):
+    """Loads it into the tensor that the model holds."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.bank.copy_(state["bank"])
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Bank, True), (BankCopiedInto, False)])
+def test_what_loading_replaces_while_the_model_holds_it_is_told(
+    kind: type[Bank], is_told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert judge(Case(), tmp_path, kind).exact != is_told
+    assert ("task.bank, " in capfd.readouterr().err) == is_told
+
+
+class Counted(nn.Linear):
+    """Counts its forward passes in a slot."""
+
+    __slots__ = ("passes",)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes = getattr(self, "passes", 0) + 1
+        return super().forward(inputs) * self.passes
+
+
+class CountsInSlot(ZooTask):
+    """Has such a layer."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        model[0] = Counted(model[0].in_features, model[0].out_features)
+        return model
+
+
+def test_a_slot_of_a_layer_is_looked_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert not judge(Case(), tmp_path, CountsInSlot).exact
+    assert "training changes model.0.passes" in capfd.readouterr().err
+
+
+class LooksAhead(SGD):
+    """Counts its steps by a name that torch's schedulers use for theirs, and halves every fourth update."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self._step_count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._step_count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= 0.5 if self._step_count % 4 == 0 else 1.0
+        super().step()
+
+
+class LookingAhead(ZooTask):
+    """Trains with it."""
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        _MADE[self] = LooksAhead(model.parameters(), lr)
+        return _MADE[self]
+
+
+def test_a_count_of_steps_in_an_optimizer_is_saved(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, LookingAhead)) == "exact"
+
+
+class Holder:
+    """A task, as far as its networks are concerned."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Linear(2, 2)
+
+
+def test_modes_that_a_step_before_the_restore_has_changed_are_put_back() -> None:
+    task = Holder()
+    modes = Modes(task, ())
+    task.teacher.eval().requires_grad_(False)
+    modes.restore({"task.teacher, bias": False})
+    assert task.teacher.training and task.teacher.weight.requires_grad and not task.teacher.bias.requires_grad
