@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,36 @@ class LooksAhead(SGD):
         super().step()
 
 
-class LookingAhead(ZooTask):
-    """Trains with it."""
+class Compiles(SGD):
+    """Holds a function that is marked as torch.compile() marks those that it returns."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+
+        def halved(value: float) -> float:
+            return value / 2
+
+        halved._torchdynamo_wrapper_id = id(halved)  # type: ignore[attr-defined]
+        self.halved = halved
+
+
+class WithAnother(ZooTask):
+    """Trains with one of these."""
+
+    def __init__(self, kind: type[Optimizer], *given: Any) -> None:
+        super().__init__(*given)
+        self.kind = kind
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        _MADE[self] = LooksAhead(model.parameters(), lr)
+        _MADE[self] = self.kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
         return _MADE[self]
 
 
-def test_a_count_of_steps_in_an_optimizer_is_saved(tmp_path: Path) -> None:
-    assert str(judge(Case(), tmp_path, LookingAhead)) == "exact"
+@pytest.mark.parametrize("kind", [LooksAhead, Compiles])
+def test_a_count_of_steps_in_an_optimizer_and_a_compiled_function_are_exact(
+    kind: type[Optimizer], tmp_path: Path
+) -> None:
+    assert str(judge(Case(), tmp_path, partial(WithAnother, kind))) == "exact"
 
 
 class Holder:

@@ -21,6 +21,7 @@ from cluster_ddp.train.state.kinds import is_library, is_of_library
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha", "_output_capturing_hooks_installed",
 }  # fmt: skip
+_MARKS_OF_DYNAMO = ("_dynamo", "_torchdynamo")
 _MARKS_OF_TENSORS = ("_is_buffer", "persistent", "_is_param")  # by nn.Buffer, and for parameters of other classes
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
 # results, or the decay of diffusers' averages. And sentence-transformers' model card, which is for people only.
@@ -57,7 +58,7 @@ def of_module(module: nn.Module) -> dict[str, Any]:
 def of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The attributes that somebody gave a tensor or parameter, without torch's hooks and marks."""
     own = {key: value for key, value in vars(tensor).items() if key not in _MARKS_OF_TENSORS and not are_hooks(value)}
-    return {key: value for key, value in own.items() if not key.startswith("_dynamo")}
+    return {key: value for key, value in own.items() if not key.startswith(_MARKS_OF_DYNAMO)}
 
 
 def hooks_of_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -81,6 +82,8 @@ def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
 def recomputed(value: object) -> set[str]:
     """The attributes that are set before they are read; those of a module by each forward pass."""
     names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
+    if isinstance(value, FunctionType):  # of one that torch.compile() returned: its id, what it compiles
+        names.update(key for key in vars(value) if key.startswith(_MARKS_OF_DYNAMO))
     for kind in type(value).__mro__:
         names |= _RECOMPUTED.get(kind.__module__.partition(".")[0], set())
         if issubclass(kind, Distribution):

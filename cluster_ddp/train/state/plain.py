@@ -101,7 +101,7 @@ def put(place: dict[Any, Any], key: Any, value: Any) -> None:
     if isinstance(value, Tensor) and isinstance(there, Tensor) and _alike(value, there):
         with torch.no_grad():
             there.copy_(value)
-    elif not (is_plain(value) and is_plain(there) and _text(value) == _text(there)):
+    elif key not in place or not (is_plain(value) and is_plain(there) and _text(value) == _text(there)):
         place[key] = value
 
 
