@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from zoo_training import _MADE, Case, ZooTask, judge
 
 from cluster_ddp.train.state.modes import Modes
@@ -123,6 +124,102 @@ def test_a_count_of_steps_in_an_optimizer_and_a_compiled_function_are_exact(
     kind: type[Optimizer], tmp_path: Path
 ) -> None:
     assert str(judge(Case(), tmp_path, partial(WithAnother, kind))) == "exact"
+
+
+class Weighs(SGD):
+    """Multiplies its gradients by what is in its group, or by a number in a slot."""
+
+    __slots__ = ("updates",)
+
+    def __init__(self, parameters: Any, lr: float, weight: Any = None) -> None:
+        super().__init__([{"params": list(parameters), "weight": weight}], lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weight = self.param_groups[0]["weight"]
+        if weight is None:
+            self.updates = getattr(self, "updates", 0) + 1
+        factor = self.updates if weight is None else weight() if callable(weight) else weight[0]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= factor
+        super().step()
+
+
+class InSlot(ZooTask):
+    """Its optimizer keeps a number in a slot."""
+
+    def weight(self) -> Any:
+        return None
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        _MADE[self] = Weighs(model.parameters(), lr, self.weight())
+        return _MADE[self]
+
+
+class ByFunction(InSlot):
+    """A function in the group counts its calls."""
+
+    def weight(self) -> Any:
+        calls = 0
+
+        def count() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        return count
+
+
+class SharedList(InSlot):
+    """Changes a list that the group holds, too."""
+
+    weights: list[float]
+
+    def weight(self) -> Any:
+        self.weights = [1.0]
+        return self.weights
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss: Tensor = super().loss(model, batch)
+        self.weights[0] += float(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(InSlot, "optimizer.updates: "), (ByFunction, "optimizer.groups.0.weight.calls: 2 now, 0"), (SharedList, "exact")],
+)
+def test_what_an_optimizer_keeps_in_slots_and_in_its_groups(kind: type[InSlot], said: str, tmp_path: Path) -> None:
+    assert said in str(judge(Case(), tmp_path, kind))
+
+
+class HooksAll(ZooTask):
+    """Changes weights by a hook of all optimizers, which keeps a number."""
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        made, factor = super().optimizer(model, lr), 1.0
+
+        def shrink(optimizer: Optimizer, *_: Any) -> None:
+            nonlocal factor
+            if optimizer is self.made:
+                factor *= 0.99
+                torch._foreach_mul_([weight.detach() for weight in model.parameters()], factor)
+
+        self.remove = register_optimizer_step_post_hook(shrink).remove
+        return made
+
+
+def test_hooks_of_all_optimizers_are_looked_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made: list[HooksAll] = []
+
+    def make(*given: Any) -> HooksAll:
+        made.append(HooksAll(*given))
+        return made[-1]
+
+    assert not judge(Case(), tmp_path, make).exact
+    for task in made:
+        task.remove()
+    assert "the hooks of all optimizers" in capfd.readouterr().err
 
 
 class Holder:

@@ -12,6 +12,7 @@ from torch.distributions.utils import lazy_property
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.state.kinds import is_library, is_of_library
@@ -65,6 +66,18 @@ def hooks_of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The hooks that somebody gave a tensor, which may keep something."""
     hooks = {"hooks": tensor._backward_hooks, "other hooks": tensor._post_accumulate_grad_hooks}
     return {name: held for name, held in hooks.items() if held} if tensor.is_leaf else {}
+
+
+def hooks_of_all() -> dict[str, Any]:
+    """The hooks that somebody gave to all modules, or to all optimizers."""
+    return {
+        "the hooks of all modules": [
+            hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_")
+        ],
+        "the hooks of all optimizers": [
+            _hooks_of_user(hooks) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        ],
+    }
 
 
 def _hooks_of_user(hooks: dict[int, Any]) -> dict[int, Any]:

@@ -22,7 +22,7 @@ from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.counts import Counts
-from cluster_ddp.train.state.held import enclosing_methods, hooks_of_tensor, of_module, of_tensor
+from cluster_ddp.train.state.held import enclosing_methods, hooks_of_all, hooks_of_tensor, of_module, of_tensor
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -308,8 +308,7 @@ class State:
             holders |= {f"task.{key}": value for key, value in parts.items()}
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
-            of_all = vars(nn.modules.module).items()
-            holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
+            holders |= hooks_of_all()
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
         known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
