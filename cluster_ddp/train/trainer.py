@@ -232,6 +232,7 @@ class Trainer:
             ema=averages,
             also=self.task,
             seeded=own,
+            wrapped=self.wrapped,
             read=ids_of_sets(self.stream.data, None if self.evaluation is None else self.evaluation.data),
             communicating=self.communicating,
         )

@@ -13,7 +13,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from zoo_training import _MADE, Case, ZooTask, judge
 
+from cluster_ddp.train import Task
 from cluster_ddp.train.state.modes import Modes
+from cluster_ddp.train.state.training import State
 
 
 class Bank(ZooTask):
@@ -220,6 +222,22 @@ def test_hooks_of_all_optimizers_are_looked_at(tmp_path: Path, capfd: pytest.Cap
     for task in made:
         task.remove()
     assert "the hooks of all optimizers" in capfd.readouterr().err
+
+
+def test_what_is_kept_in_the_wrapper_of_a_model_is_looked_at() -> None:
+    """DistributedDataParallel has attributes of its own, and those that loss() gives it."""
+    wrapped: Any = nn.Sequential(model := nn.Linear(2, 2))
+    wrapped.rounds = 0
+    state = State(model, SGD(model.parameters(), lr=0.1), also=Task(), wrapped=wrapped)
+    wrapped.hers, calls = 0, []
+    wrapped.register_forward_hook(lambda *_: calls.append(1))
+    state.watch()
+    wrapped.rounds, wrapped.hers = 1, 1
+    wrapped(torch.ones(2))
+    state.watch_again(is_compared=True)
+    state.note()
+    names = [name for name in state.unsaved() if "loss()" in name]
+    assert names == [f"the model given to loss().{name}" for name in ("_forward_hooks", "hers")]
 
 
 class Holder:

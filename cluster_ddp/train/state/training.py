@@ -22,7 +22,14 @@ from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.counts import Counts
-from cluster_ddp.train.state.held import enclosing_methods, hooks_of_all, hooks_of_tensor, of_module, of_tensor
+from cluster_ddp.train.state.held import (
+    are_hooks,
+    enclosing_methods,
+    hooks_of_all,
+    hooks_of_tensor,
+    of_module,
+    of_tensor,
+)
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -73,6 +80,7 @@ class State:
         others: Mapping[str, OptimizerState] | None = None,  # other optimizers, saved by `also`
         besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
         seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
+        wrapped: nn.Module | None = None,  # the model as loss() is given it
         read: Container[int] | None = None,  # ids of the data sets from which batches are made; None: all
         communicating: Communicating | None = None,  # of a task: what its methods have done so far
     ) -> None:
@@ -86,6 +94,8 @@ class State:
         self._optimizer.apart = apart
         self._others = others or {}
         self._seeded, self._read = seeded, read
+        self._wrapped = None if wrapped is model else wrapped
+        self._of_wrapped = {} if wrapped is None else dict(vars(wrapped))  # what DDP keeps there for itself
         self._communicating = communicating or Communicating()
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
@@ -309,6 +319,9 @@ class State:
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
             holders |= hooks_of_all()
+            given = {} if self._wrapped is None else of_module(self._wrapped)
+            own = {key: value for key, value in given.items() if key not in self._of_wrapped or are_hooks(value)}
+            holders |= {f"the model given to loss().{key}": value for key, value in own.items()}
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
         known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
