@@ -56,7 +56,7 @@ class Evaluation:
         self._samples = len(data)  # type: ignore[arg-type]
         if self._samples == 0:
             raise DataError("eval_data() is empty: give at least one sample, or return None for no evaluation")
-        self._task = task
+        self.data, self._task = data, task
         self._fetcher = Fetcher(data, task.collate, Use.EVALUATION, train.seed)
         self._seed = train.seed
         self._batch_size, self._workers = plan.micro_batch, train.workers

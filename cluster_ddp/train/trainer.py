@@ -20,6 +20,7 @@ from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.communicating import IN_PREPARE, Alone, Communicating
+from cluster_ddp.train.data.sets import ids_of_sets
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import all_gather_object, barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
@@ -231,6 +232,8 @@ class Trainer:
             ema=averages,
             also=self.task,
             seeded=own,
+            wrapped=self.wrapped,
+            read=ids_of_sets(self.stream.data, None if self.evaluation is None else self.evaluation.data),
             communicating=self.communicating,
         )
 
@@ -256,11 +259,12 @@ class Trainer:
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
             self._seed(Use.OPTIMIZER)
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
-        before = dict(vars(task))
-        self.state.put_back_first(task)
-        self.session.saving.made_from.put_back(before, task)
         averages = ema or evaluation_weights_of(model, optimizer)
-        return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
+        state = State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
+        before = dict(vars(task))
+        self.state.put_back_first(task, state)
+        self.session.saving.made_from.put_back(before, task)
+        return state
 
     # Resume.
 

@@ -26,7 +26,8 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
     if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # GSAM
         raise TaskError(_needs_closure(optimizer))
-    if any(parameter.name == "hessian" for parameter in parameters):  # AdaHessian, SophiaH, some only in later steps
+    of_second_order = getattr(optimizer, "is_second_order", False)  # as timm's AdaHessian says of itself
+    if of_second_order or any(parameter.name == "hessian" for parameter in parameters):  # SophiaH, in some steps only
         raise TaskError(f"optimizer() returned {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise TaskError(

@@ -109,6 +109,12 @@ class OfSecondOrder(SGD):
         pass
 
 
+class SaysSo(SGD):
+    """As AdaHessian of timm, which takes them without being given any."""
+
+    is_second_order = True
+
+
 class Gap(SGD):
     """As GSAM, which computes the loss by what set_closure() was given."""
 
@@ -201,6 +207,7 @@ class Normed(Plain):
         (With(Asserts), {}, "Asserts, whose step() needs a closure"),
         (With(Calls), {}, "Calls, whose step() needs a closure"),
         (With(Divided), {}, "Divided, which divides its state among the ranks"),
+        (With(SaysSo), {}, "SaysSo, whose step() needs second derivatives"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
         (With(partial(SGD, differentiable=True)), {}, "SGD with differentiable=True"),
         (With(Pickles), {}, "optimizer.own.schedule is of bytes"),

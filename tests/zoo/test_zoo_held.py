@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import decimal
 import enum
+import io
 import multiprocessing
 import random
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from torch.nn.utils import prune
 from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils.data import Dataset, random_split
+from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler, random_split
 from zoo_models import FEATURES
 from zoo_training import Case, ZooTask, judge
 
@@ -65,6 +67,23 @@ class Counted:
     count = 0
 
 
+class Replay(Dataset[Any]):
+    """What an earlier step has seen, to be drawn again: no batch is made from it."""
+
+    def __init__(self) -> None:
+        self.items, self.priorities, self.sums = collections.deque[int](), dict[int, float](), Counted()
+
+
+class Stream(IterableDataset[Any]):
+    """The same as a stream."""
+
+    def __init__(self) -> None:
+        self.items = [0]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
+
+
 class Changes(ZooTask):
     """Each step changes something of each kind."""
 
@@ -91,6 +110,15 @@ class Changes(ZooTask):
         self.in_a_set.add(self.of_set)
         self.frame = Frame()
         self.thread.count = 0
+        self.prior, self.line, self.trend = (
+            Normal(torch.zeros(1), 1.0),
+            np.poly1d([1.0, 0.0]),
+            np.polynomial.Polynomial([1.0]),
+        )
+        self.masked, self.of_objects = np.ma.MaskedArray([1.0, 2.0], mask=[False, False]), np.array([Counted(), None])
+        self.text, self.bytes = io.StringIO(), io.BytesIO()
+        self.sampler = WeightedRandomSampler([1.0] * 4, 2)
+        self.replayed, self.prioritized, self.summed, self.streamed = Replay(), Replay(), Replay(), Stream()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.replaced_criterion, self.replaced_function, self.replaced_class = nn.MSELoss(), F.mse_loss, nn.MSELoss
@@ -114,6 +142,18 @@ class Changes(ZooTask):
         self.settings.name150 += 1
         self.of_set.count += 1
         Frame.rows[:] = [row + 1 for row in Frame.rows]
+        self.prior.loc += 1
+        self.line.coeffs[0] += 1
+        self.trend = self.trend + 1
+        self.masked[1] = np.ma.masked
+        self.of_objects[0].count += 1
+        self.text.write("a")
+        self.bytes.write(b"a")
+        self.sampler.weights[0] += 1
+        self.replayed.items.append(1)
+        self.prioritized.priorities[0] = 1.0
+        self.summed.sums.count += 1
+        self.streamed.items.append(1)
         return super().loss(model, batch)
 
 

@@ -137,6 +137,9 @@ class Keeps(Optimizer):
             return gradient / count.add_(1)
         if self.kept == "tensor in the group":
             return gradient / group["energy"].add_(1)
+        if self.kept == "None":  # such as what torch-optimi would compensate 16-bit weights by
+            state["compensation"] = None
+            return gradient
         return gradient / self.extra
 
 
@@ -217,7 +220,7 @@ NOT_REMEMBERED = (
 
 KEPT = (
     "fp32 master", "uint8", "list of tensors", "one tensor twice", "dict of tensors", "key with a dot", "global state",
-    "tensor in the group", "own extras",
+    "tensor in the group", "own extras", "None",
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {

@@ -86,6 +86,8 @@ def _add(hashed: Any, value: Any) -> None:
             hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         else:
             _add(hashed, array.tolist())
+        if isinstance(value, np.ma.MaskedArray):
+            _add(hashed, np.ma.getmaskarray(value))
     elif isinstance(value, Mapping):
         for key, part in value.items():
             _add(hashed, key)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.printing import say
@@ -70,6 +70,7 @@ class IterableStream:
         self._sharded = task.sharded and world.world_size > 1
         self._length = _length(data, sharded=self._sharded)
         self.total_steps, self.steps_per_epoch = _steps(self._length, train, plan)
+        self.data: Dataset[Any] = data
         self._sources = (data, task.collate)
         self._reader = _Reader(data, task.collate, train.seed, plan, world.rank, sharded=self._sharded)
         self._plan, self._world, self._device, self._workers = plan, world, device, min(train.workers, 1)

@@ -52,6 +52,11 @@ def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
     return data, positions
 
 
+def ids_of_sets(*data: Dataset[Any] | None) -> set[int]:
+    """The ids of data sets, and of those in them."""
+    return {id(part) for part in parts_of(*data) if isinstance(part, Dataset)}
+
+
 def share_memory(tensors: Iterable[Tensor], holders: Iterable[object]) -> bool:
     """Whether one of the holders, or a part of it, is a tensor or an array in the memory of one of these tensors."""
     storages = [tensor.untyped_storage() for tensor in tensors]

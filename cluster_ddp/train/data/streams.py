@@ -49,6 +49,7 @@ def agree_on_batches(train: TrainSpec, run: RunDirectory | None, world: World) -
 class Stream(Protocol):
     """The training data as seen by the loop."""
 
+    data: Dataset[Any]
     total_steps: int
     steps_per_epoch: int | None
 
@@ -135,7 +136,7 @@ class MapStream:
         self.order = SampleStream(samples, plan.global_batch, train.seed, train.drop_last)
         self.steps_per_epoch: int | None = self.order.steps_per_epoch
         self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
-        self._task, self._sources = task, (data, task.collate)
+        self.data, self._task, self._sources = data, task, (data, task.collate)
         self._fetcher = Fetcher(data, task.collate, Use.SAMPLE, train.seed, exact=True)
         self._fetcher.expect_changes(task, *enclosing_methods(task).values(), *variables_around([task]).values())
         self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device

@@ -7,10 +7,14 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.distributions.utils import lazy_property
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.state.kinds import is_library, is_of_library
 
 # Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its
@@ -18,6 +22,7 @@ from cluster_ddp.train.state.kinds import is_library, is_of_library
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha", "_output_capturing_hooks_installed",
 }  # fmt: skip
+_MARKS_OF_DYNAMO = ("_dynamo", "_torchdynamo")
 _MARKS_OF_TENSORS = ("_is_buffer", "_is_param")  # by nn.Buffer, and for parameters of other classes
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
 # results, or the decay of diffusers' averages. And sentence-transformers' model card, which is for people only.
@@ -36,8 +41,8 @@ _RECOMPUTED = {
 # elements of LBFGS's parameters.
 NOT_STATE_OF_OPTIMIZERS = frozenset(
     {
-        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
-        "found_inf", "grad_scale", "_numel_cache",
+        "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused", "found_inf",
+        "grad_scale", "_numel_cache",
     }
 )  # fmt: skip
 
@@ -46,7 +51,7 @@ def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
     but = recomputed(module)
     hooks = {key: held for key, value in vars(module).items() if are_hooks(value) and (held := _hooks_of_user(value))}
-    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES and key not in but}
+    own = {key: value for key, value in inner_parts(module) if key not in _OF_MODULES and key not in but}
     own = {key: value for key, value in own.items() if not _is_own_method(module, key, value)}
     return {**enclosing_methods(module), **own, **hooks}
 
@@ -56,13 +61,25 @@ def of_tensor(tensor: Tensor) -> dict[str, Any]:
     marks = {*_MARKS_OF_TENSORS, *(("persistent",) if getattr(tensor, "_is_buffer", False) else ())}
     own = {key: value for key, value in vars(tensor).items() if not (key in marks and type(value) is bool)}
     own = {key: value for key, value in own.items() if not are_hooks(value)}
-    return {key: value for key, value in own.items() if not key.startswith("_dynamo")}
+    return {key: value for key, value in own.items() if not key.startswith(_MARKS_OF_DYNAMO)}
 
 
 def hooks_of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The hooks that somebody gave a tensor, which may keep something."""
     hooks = {"hooks": tensor._backward_hooks, "other hooks": tensor._post_accumulate_grad_hooks}
     return {name: held for name, held in hooks.items() if held} if tensor.is_leaf else {}
+
+
+def hooks_of_all() -> dict[str, Any]:
+    """The hooks that somebody gave to all modules, or to all optimizers."""
+    return {
+        "the hooks of all modules": [
+            hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_")
+        ],
+        "the hooks of all optimizers": [
+            _hooks_of_user(hooks) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        ],
+    }
 
 
 def _hooks_of_user(hooks: dict[int, Any]) -> dict[int, Any]:
@@ -80,8 +97,12 @@ def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
 def recomputed(value: object) -> set[str]:
     """The attributes that are set before they are read; those of a module by each forward pass."""
     names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
+    if isinstance(value, FunctionType):  # of one that torch.compile() returned: its id, what it compiles
+        names.update(key for key in vars(value) if key.startswith(_MARKS_OF_DYNAMO))
     for kind in type(value).__mro__:
         names |= _RECOMPUTED.get(kind.__module__.partition(".")[0], set())
+        if issubclass(kind, Distribution):
+            names.update(key for key, part in vars(kind).items() if isinstance(part, lazy_property))
     for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
         if isinstance(hook, SpectralNorm):
             names.add(hook.name)

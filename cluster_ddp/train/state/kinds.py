@@ -21,24 +21,25 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.inner_parts import PLAIN, elements, length
 
 _DEPTH, _WIDTH, _FAR = 10, 100, 1_000_000  # of what counts as small
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
-# From libraries, but searched anyway: what changes by itself, and containers for arbitrary things.
+# From libraries, but searched anyway: what changes by itself or has numbers of its own, and containers for arbitrary
+# things.
 SEEN_INTO = (
-    Optimizer, LRScheduler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
-    argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
-    collections.ChainMap, threading.local,
+    Optimizer, LRScheduler, Sampler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
+    Distribution, np.poly1d, np.polynomial.Polynomial, argparse.Namespace, types.SimpleNamespace, queue.Queue,
+    collections.UserDict, collections.UserList, collections.ChainMap, threading.local,
 )  # fmt: skip
 # Which one of several a name refers to matters, such as the network that is the teacher for now.
 REFERRED_TO = (nn.Module, Optimizer, Tensor)
 _CACHES = "transformers.cache_utils"  # what a model may go on with in the next step
 # Of these, which one a name refers to is all that can be seen.
-_OPAQUE = (type, BuiltinFunctionType, Distribution, concurrent.futures.Future)
+_OPAQUE = (type, BuiltinFunctionType, concurrent.futures.Future)
 
 
 def is_value(value: object) -> bool:

@@ -41,11 +41,12 @@ class Modes:
         return {name: flag for name, flag in self._now().items() if flag != self._first.get(name, flag)}
 
     def restore(self, changed: Mapping[str, bool]) -> None:
-        """Set what `changed` returned."""
+        """Set what `changed` returned, and the rest as at first: a step before the restore may have changed it."""
+        flags = self._first | dict(changed)
         for name, module in self._modules.items():
-            module.training = changed.get(name, module.training)
+            module.training = flags.get(name, module.training)
             for key, parameter in module._parameters.items():
-                if parameter is not None and (flag := changed.get(f"{name}, {key}")) is not None:
+                if parameter is not None and (flag := flags.get(f"{name}, {key}")) is not None:
                     parameter.requires_grad_(flag)
 
     def _now(self) -> dict[str, bool]:

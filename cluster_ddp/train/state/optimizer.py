@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, memory_of
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import difference
@@ -242,8 +243,14 @@ class OptimizerState:
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {
             name: value
-            for name, value in vars(optimizer).items()
+            for name, value in inner_parts(optimizer)
             if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and not are_hooks(value)
+        }
+        attributes |= {  # settings that no checkpoint can contain, such as a function or an object of the user's
+            f"groups.{number}.{key}": value
+            for number, first in enumerate(self._first)
+            for key, (value, packed) in first.items()
+            if value is not None and packed is None
         }
         groups = optimizer.param_groups
         known = {each: str(each) for each in (id(optimizer), id(groups), *map(id, groups), *saved, *self._names)}

@@ -96,13 +96,13 @@ def is_plain(value: Any) -> bool:
 
 
 def put(place: dict[Any, Any], key: Any, value: Any) -> None:
-    """Fill an existing tensor if it matches, and keep an equal list, because something else may hold them too."""
+    """Fill an existing tensor if it matches, or an existing list, because something else may hold it, too."""
     there = place.get(key)
     if isinstance(value, Tensor) and isinstance(there, Tensor) and _alike(value, there):
         with torch.no_grad():
             there.copy_(value)
-    elif not (is_plain(value) and is_plain(there) and _text(value) == _text(there)):
-        place[key] = value
+    elif key not in place or not (is_plain(value) and is_plain(there) and _text(value) == _text(there)):
+        place[key] = refilled(there, value)
 
 
 def _alike(value: Tensor, there: Tensor) -> bool:

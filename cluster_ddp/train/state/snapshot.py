@@ -38,6 +38,7 @@ from cluster_ddp.train.state.kinds import (
     may_take_turns,
 )
 from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator
+from cluster_ddp.train.state.surroundings import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
@@ -71,6 +72,8 @@ class Snapshot:
         The random generators that are seeded for each step; None: all.
     earlier
         A snapshot of before: what it has found keeps its name, even if something before it now refers to it, too.
+    read
+        Ids of the data sets from which batches are made; None: all.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Snapshot:
         names: Mapping[int, str] | None = None,
         seeded: Container[Any] | None = None,
         earlier: Snapshot | None = None,
+        read: Container[int] | None = None,
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
@@ -88,7 +92,7 @@ class Snapshot:
         self._objects: dict[str, Any] = {}  # by the first of these names
         self._trained: dict[str, bool] = {}  # of tensors that belong to no module
         self._gradients: dict[str, tuple[TensorWeakRef, int]] = {}  # with their versions; not kept in memory by this
-        self._seeded = seeded
+        self._seeded, self._read = seeded, read
         self._known = set((known or {}).values())
         self._seen: dict[int, str] = dict(known or {})  # the first name of what was found
         modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
@@ -161,7 +165,7 @@ class Snapshot:
             self._look_into(vars(value).items(), name, depth)
         if isinstance(value, np.generic):
             self.leaves[name] = value.item()  # which state_dict() may return
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             # A read-only one, such as a memory-mapped file, may be larger than the memory.
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
@@ -175,9 +179,10 @@ class Snapshot:
             parts = [part for _, part in items]
             self._look_into(zip(keys, parts, strict=False), name, depth)
             self._skim(name, items[_WIDTH:_FAR], parts[_WIDTH:_FAR], depth)
-        elif isinstance(value, (list, tuple, collections.deque)):
-            self.leaves[f"{name}{LENGTH}"] = length(value)
-            parts = list(islice(elements(value), _FAR))
+        elif isinstance(value, (list, tuple, collections.deque, np.ndarray)):
+            objects = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
+            self.leaves[f"{name}{LENGTH}"] = length(objects)
+            parts = list(islice(elements(objects), _FAR))
             self._look_into(enumerate(parts), name, depth)
             self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
         elif isinstance(value, (set, frozenset)):
@@ -197,14 +202,19 @@ class Snapshot:
             for prefix, module in value.named_modules():
                 held = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
-        elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
+        elif isinstance(value, Dataset):
             # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
-            # late.
-            self._look_into([(key, part) for key, part in vars(value).items() if is_small(part)], name, depth)
+            # late. Reading changes other things, such as a cache; one that only steps use may be a memory of theirs.
+            is_read = self._read is None or id(value) in self._read
+            own = [] if is_read and isinstance(value, IterableDataset) else list(vars(value).items())
+            parts = [(key, part) for key, part in own if is_small(part) or (not is_read and _is_memory(part))]
+            self._look_into(parts, name, depth)
         elif isinstance(value, (Event, threading.Event)):
             self.leaves[name] = value.is_set()
         elif isinstance(value, _VALUES):
             self.leaves[name] = repr(value)
+        elif isinstance(value, (io.StringIO, io.BytesIO)):
+            self.leaves[name] = value.getvalue()
         elif isinstance(value, io.TextIOBase):  # a binary one is often read at any place
             if value.readable() and value.seekable() and not value.writable():
                 self.leaves[name] = place_in_file(value)
@@ -231,3 +241,8 @@ class Snapshot:
 
     def _key(self, key: Any, number: int) -> str:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
+
+
+def _is_memory(part: Any) -> bool:
+    """Whether a part of a data set may be what steps add to it: a container, or an object of the user's."""
+    return isinstance(part, CONTAINERS) or is_of_user(type(part).__module__)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +22,14 @@ from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.counts import Counts
-from cluster_ddp.train.state.held import enclosing_methods, hooks_of_tensor, of_module, of_tensor
+from cluster_ddp.train.state.held import (
+    are_hooks,
+    enclosing_methods,
+    hooks_of_all,
+    hooks_of_tensor,
+    of_module,
+    of_tensor,
+)
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -30,7 +37,7 @@ from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
-from cluster_ddp.train.state.watching import Watch, of_task
+from cluster_ddp.train.state.watching import Watch
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -54,6 +61,8 @@ class State:
         others: Mapping[str, OptimizerState] | None = None,  # other optimizers, saved by `also`
         besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
         seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
+        wrapped: nn.Module | None = None,  # the model as loss() is given it
+        read: Container[int] | None = None,  # ids of the data sets from which batches are made; None: all
         communicating: Communicating | None = None,  # of a task: what its methods have done so far
     ) -> None:
         self.counts = Counts()  # saved with the rest; the code that counts updates them
@@ -65,7 +74,9 @@ class State:
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
         self._optimizer.apart = apart
         self._others = others or {}
-        self._seeded = seeded
+        self._seeded, self._read = seeded, read
+        self._wrapped = None if wrapped is model else wrapped
+        self._of_wrapped = {} if wrapped is None else dict(vars(wrapped))  # what DDP keeps there for itself
         self._communicating = communicating or Communicating()
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
@@ -214,7 +225,7 @@ class State:
         before, self._watch.before_loading = self._watch.before_loading, None  # it keeps all that the other holds
         if before is None or not isinstance(other._also, Task):
             return Attributes({}), Attributes({})
-        return before, of_task(other._also)
+        return before, other._attributes()
 
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
@@ -292,15 +303,17 @@ class State:
             holders |= {f"task.{key}": value for key, value in parts.items()}
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
-            of_all = vars(nn.modules.module).items()
-            holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
+            holders |= hooks_of_all()
+            given = {} if self._wrapped is None else of_module(self._wrapped)
+            own = {key: value for key, value in given.items() if key not in self._of_wrapped or are_hooks(value)}
+            holders |= {f"the model given to loss().{key}": value for key, value in own.items()}
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
         known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
         for name, module in modules.items():
             held = {**module._parameters, **module._buffers}
             known |= {id(module): name} | {id(tensor): f"{name}.{key}" for key, tensor in held.items()}
-        return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest)
+        return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
@@ -323,17 +336,17 @@ class State:
         finally:
             self._also.load_state_dict(now)
 
-    def put_back_first(self, also: Stateful) -> None:
-        """Load into another task the state that this one had before the first step.
+    def put_back_first(self, also: Stateful, other: State | None = None) -> None:
+        """Load into another task, of another state, the state that this one had before the first step.
 
         Raises
         ------
         TaskError
             It does not restore that state.
         """
-        if isinstance(also, Task):
+        if isinstance(also, Task) and other is not None:
             self._watch.put_back_values(also)
-            self._watch.before_loading = of_task(also)
+            self._watch.before_loading = other._attributes()
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))

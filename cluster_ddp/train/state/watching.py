@@ -161,22 +161,22 @@ class Watch:
         found = of_task(other)
         self._at_first = {name: leaf for name, leaf in found.leaves.items() if found.is_frame(name)}
 
-    def compare(self, other: Task, all_again: Attributes, *, is_another_model: bool) -> None:
+    def compare(self, other: Task, again: Attributes, *, is_another_model: bool) -> None:
         """Find out what comes back, by what another task has after loading the state of this one.
 
         Parameters
         ----------
-        all_again
+        again
             What there is with that task, its model included.
         """
         if not self._looks:
             return
         self._compare_values(other)
         if self._noted is not None:
-            self._compare_inner_values(self._noted, all_again, is_another_model)
+            self._compare_inner_values(self._noted, again, is_another_model)
             mine, theirs = vars(self._task), vars(other)
             anew = {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
-            self._compare_attributes(self._noted, of_task(other), anew)
+            self._compare_attributes(self._noted, again, anew)
 
     def _compare_values(self, other: Task) -> None:
         """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
