@@ -37,6 +37,7 @@ from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
+from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded, list_attempts
@@ -221,6 +222,11 @@ class Keeper:
         self._end.ask_ahead()
         exited_at = math.inf
         while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():
+            if has_ended is None and job_step.end_unbegun():
+                say(
+                    f"no node program has started for {START_SECONDS / 60:.0f} min, and storage does not respond on "
+                    f"{self._host_name}: ending the job step"
+                )
             if job_step.has_exited:  # storage hides how it ended
                 exited_at = min(exited_at, self._host.now())
                 self._storage_answers = self._host.now() - exited_at < DECIDE_SECONDS

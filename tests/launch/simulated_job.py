@@ -250,6 +250,9 @@ class SimulatedStep:
     def has_exited(self) -> bool:
         return self._world.now >= self.due()
 
+    def end_unbegun(self) -> bool:
+        return False
+
     def has_ended(self) -> bool:
         if not self._over and self._world.now >= self.due():
             self._over = True
