@@ -254,6 +254,8 @@ class Keeper:
             return self._start_again(attempt, verdict.bad, verdict.why)
         if verdict.decision is not None:
             self._record(attempt, verdict.decision)
+            for link in verdict.decision.continued_by:
+                self._leave(verdict.bad, link)
         elif follows == "fail":
             self._write(REQUEUE_FAILED, reason=verdict.why)
         return KeptStart(follows, verdict.action or "fail", verdict.why)
@@ -285,11 +287,15 @@ class Keeper:
             return KeptStart("end", "stop", "its owner has ended it meanwhile")
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
-        if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
-            names = " ".join(bad)
-            say(f"excluded from now on: {names}")
-            self._write(WARNING, message=f"the bad hosts are excluded from further starts of this job: {names}")
+        self._leave(bad)
         return KeptStart("start again", "requeue", why)
+
+    def _leave(self, bad: list[str], link: str | None = None) -> None:
+        """Exclude bad hosts from the job's further starts, or from a job behind it in its chain."""
+        if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad, link):
+            names, further = " ".join(bad), f"Slurm job {link}" if link else "further starts of this job"
+            say(f"excluded from {further}: {names}")
+            self._write(WARNING, message=f"the bad hosts are excluded from {further}: {names}")
 
     @property
     def _host_name(self) -> str:
