@@ -104,7 +104,7 @@ class Allocation(Protocol):
         Parameters
         ----------
         link
-            A job behind it in its chain, from which to exclude them instead.
+            The next job of its chain, from which to exclude them instead.
         """
 
 

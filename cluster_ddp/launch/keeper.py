@@ -254,8 +254,8 @@ class Keeper:
             return self._start_again(attempt, verdict.bad, verdict.why)
         if verdict.decision is not None:
             self._record(attempt, verdict.decision)
-            for link in verdict.decision.continued_by:
-                self._leave(verdict.bad, link)
+            if (link := verdict.decision.continued_by) is not None:
+                self._leave(verdict.bad, link)  # which passes them on, should it end early as well
         elif follows == "fail":
             self._write(REQUEUE_FAILED, reason=verdict.why)
         return KeptStart(follows, verdict.action or "fail", verdict.why)
@@ -291,7 +291,7 @@ class Keeper:
         return KeptStart("start again", "requeue", why)
 
     def _leave(self, bad: list[str], link: str | None = None) -> None:
-        """Exclude bad hosts from the job's further starts, or from a job behind it in its chain."""
+        """Exclude bad hosts from the job's further starts, or from the next job of its chain."""
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad, link):
             names, further = " ".join(bad), f"Slurm job {link}" if link else "further starts of this job"
             say(f"excluded from {further}: {names}")

@@ -43,8 +43,7 @@ class Decision:
     # a restart would fail again. stall: too many starts, or too many without a new checkpoint
     action: Action
     why: str
-    # the jobs behind this one in its chain, of which the next continues
-    continued_by: tuple[str, ...] = ()
+    continued_by: str | None = None  # the next job of its chain
 
 
 def decide(
@@ -103,8 +102,8 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     counted = [record for record in history.attempts if history.first_number <= record.number <= number]
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:
-        if behind := _behind_in_chain(history, number):
-            return Decision("stop", f"{outcome.why}; Slurm job {behind[0]} of its chain continues", behind)
+        if link := _next_of_chain(history, number):
+            return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues", link)
         return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
@@ -112,14 +111,15 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     return Decision("requeue", outcome.why)
 
 
-def _behind_in_chain(history: History, number: int) -> tuple[str, ...]:
-    """Return the jobs that are queued behind the attempt's own for the same run."""
+def _next_of_chain(history: History, number: int) -> str | None:
+    """Return the job that is queued behind the attempt's own for the same run; None if there is none."""
     own = next((record.slurm_job_id for record in history.attempts if record.number == number), None)
     try:
         job_ids = read_record(history.run).slurm_job_ids
     except RunError:
-        return ()
-    return tuple(job_ids[job_ids.index(own) + 1 :]) if own in job_ids else ()
+        return None
+    behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
+    return behind[0] if behind else None
 
 
 def _guard_applies(history: History, outcome: AttemptOutcome) -> bool:
