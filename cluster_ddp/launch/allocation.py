@@ -98,8 +98,14 @@ class Allocation(Protocol):
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         """Whether there are enough nodes besides the bad ones, and the job can do without those."""
 
-    def keep_from(self, bad: Sequence[str]) -> bool:
-        """Exclude the bad hosts from the job, which is requeued; return whether that was accepted."""
+    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
+        """Exclude the bad hosts from the job, which is requeued; return whether that was accepted.
+
+        Parameters
+        ----------
+        link
+            The next job of its chain, from which to exclude them instead.
+        """
 
 
 @contextlib.contextmanager
@@ -227,9 +233,9 @@ class SlurmAllocation:
         return enough_others(usable, bad=bad, excluded=closed, nodes=start.nodes)
 
     @_unharmed()
-    def keep_from(self, bad: Sequence[str]) -> bool:
+    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
         try:
-            exclude_hosts(self._start.task, self._as_slurm_names(bad))
+            exclude_hosts(link or self._start.task, self._as_slurm_names(bad))
         except SlurmError:
             return False  # what matters is that the job is queued
         return True

@@ -131,8 +131,9 @@ class Judge:
         while True:
             try:
                 decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
-                history = read_history(attempt.run)
-                return decision, decision.why, suspects(history, attempt.number) if decision.action == "requeue" else []
+                goes_on = decision.action == "requeue" or decision.continued_by
+                bad = suspects(read_history(attempt.run), attempt.number) if goes_on else []
+                return decision, decision.why, bad
             except Exception as error:  # such an error would recur, unlike storage that does not respond
                 if self._given_up:  # what follows has been said
                     return None, _UNDECIDED, []

@@ -37,6 +37,7 @@ from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
+from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded, list_attempts
@@ -221,6 +222,11 @@ class Keeper:
         self._end.ask_ahead()
         exited_at = math.inf
         while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():
+            if has_ended is None and job_step.end_unbegun():
+                say(
+                    f"no node program has started for {START_SECONDS / 60:.0f} min, and storage does not respond on "
+                    f"{self._host_name}: ending the job step"
+                )
             if job_step.has_exited:  # storage hides how it ended
                 exited_at = min(exited_at, self._host.now())
                 self._storage_answers = self._host.now() - exited_at < DECIDE_SECONDS
@@ -248,6 +254,8 @@ class Keeper:
             return self._start_again(attempt, verdict.bad, verdict.why)
         if verdict.decision is not None:
             self._record(attempt, verdict.decision)
+            if (link := verdict.decision.continued_by) is not None:
+                self._leave(verdict.bad, link)  # which passes them on, should it end early as well
         elif follows == "fail":
             self._write(REQUEUE_FAILED, reason=verdict.why)
         return KeptStart(follows, verdict.action or "fail", verdict.why)
@@ -279,11 +287,15 @@ class Keeper:
             return KeptStart("end", "stop", "its owner has ended it meanwhile")
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
-        if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
-            names = " ".join(bad)
-            say(f"excluded from now on: {names}")
-            self._write(WARNING, message=f"the bad hosts are excluded from further starts of this job: {names}")
+        self._leave(bad)
         return KeptStart("start again", "requeue", why)
+
+    def _leave(self, bad: list[str], link: str | None = None) -> None:
+        """Exclude bad hosts from the job's further starts, or from the next job of its chain."""
+        if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad, link):
+            names, further = " ".join(bad), f"Slurm job {link}" if link else "further starts of this job"
+            say(f"excluded from {further}: {names}")
+            self._write(WARNING, message=f"the bad hosts are excluded from {further}: {names}")
 
     @property
     def _host_name(self) -> str:

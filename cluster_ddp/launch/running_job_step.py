@@ -100,22 +100,34 @@ class RunningJobStep:
         """
         if self._process.poll() is None and not self.lost:
             self.lost = self._silent.look()
-            if self.lost or self._silent.all_signed_off or self._never_begins():
+            if self.lost or self._silent.all_signed_off or self._was_stopped():
                 self._end()
+            else:
+                self.end_unbegun()
         if self._process.poll() is None:
             return False
         self.output.finish()
         return True
 
-    def _never_begins(self) -> bool:
-        """Whether no node program has come up for too long, so that none could notice a stop request either."""
+    def end_unbegun(self) -> bool:
+        """End it if no node program has come up for too long, also while storage does not let `has_ended` return.
+
+        Returns whether it was ended because of that.
+        """
+        if self.has_exited or self._silent.any_began or time.monotonic() - self._began <= START_SECONDS:
+            return False
+        self.unstarted = True
+        self._end()
+        return True
+
+    def _was_stopped(self) -> bool:
+        """Whether it was stopped before any node program had come up, so that none will notice."""
         if self._silent.any_began:
             return False
         now = time.monotonic()
-        self.unstarted = now - self._began > START_SECONDS
         if self._stopped is None and read_stop(self._attempt) is not None:
             self._stopped = now
-        return self.unstarted or (self._stopped is not None and now - self._stopped > SILENT_SECONDS)
+        return self._stopped is not None and now - self._stopped > SILENT_SECONDS
 
     def _end(self) -> None:
         self._ended_here = True

@@ -43,6 +43,7 @@ class Decision:
     # a restart would fail again. stall: too many starts, or too many without a new checkpoint
     action: Action
     why: str
+    continued_by: str | None = None  # the next job of its chain
 
 
 def decide(
@@ -102,7 +103,7 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:
         if link := _next_of_chain(history, number):
-            return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues")
+            return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues", link)
         return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):

@@ -108,7 +108,10 @@ def _never_began(
     if record is not None and record.submitting is not None:
         return not_in_queue(record, answered=answered)
     if ids and answered:
-        return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and no attempt has started"
+        return RunState.LOST, (
+            f"Slurm no longer knows job {ids[-1]}, and no attempt has started. To continue: cluster-ddp resume "
+            f"{history.run.id}"
+        )
     if ids:
         return RunState.PENDING, f"Slurm cannot be queried about job {ids[-1]} from here"
     if record is not None and record.via in QUEUED:
@@ -130,7 +133,7 @@ def _ended(
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
     if job is not None and cancelled and requeued and outcome.ending is not Ending.STOPPED_BY_PERSON:
-        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to continue"
+        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled before it continued"
     last = history.attempts[-1]
     came_to_nothing = requeued and not outcome.ending.final  # no further attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:

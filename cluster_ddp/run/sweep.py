@@ -28,7 +28,7 @@ from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_time, as_whole, read_file
 from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.storage import Storage, json_bytes
-from cluster_ddp.run.via import SBATCH
+from cluster_ddp.run.via import LOCAL, SBATCH
 from cluster_ddp.slurm.states import is_job_id
 
 Settings = tuple[str, ...]  # each of the form KEY=VALUE
@@ -179,9 +179,12 @@ def claimed(record: SweepRecord) -> SweepRecord:
     """
     if record.busy:
         who = record.submitting or {}
+        does, end = "submitted", ""
+        if record.via == LOCAL:
+            does, end = "run", f"\nTo end that, also if {who['host']} is down: cluster-ddp stop {record.id}"
         raise RunError(
-            f"sweep {record.id} is being submitted by process {who['pid']} on {who['host']}, and cannot be started "
-            f"twice.\nTo see its progress: cluster-ddp status {record.id}"
+            f"sweep {record.id} is being {does} by process {who['pid']} on {who['host']}, and cannot be started "
+            f"twice.\nTo see its progress: cluster-ddp status {record.id}{end}"
         )
     return replace(record, submitting=claim(), announced=None)
 

@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.run.runs import START_FAILED
 
+IGNORE_SIGNALS = """trap '' "${cluster_ddp_signals[@]}" # Python is not killed while it starts"""
+"""The line before the last command of a batch script, which runs the keeper."""
+
 TRIES = 3
 """The limit on requeues after starts that failed before their keeper ran; the same as in `run/start_failed.sh`."""
+
+_ASK_TO_END = tuple(number.name.removeprefix("SIG") for number in ASK_TO_END)
 
 # An exec would skip an EXIT trap that launch.setup has set.
 _FAIL = r"""cluster_ddp_drop_traps() {
@@ -27,7 +33,7 @@ cluster_ddp_fail() {
     echo "job.sbatch: $2" >&2
     local cluster_ddp_policy=@policy@
     if [[ -f $cluster_ddp_policy ]]; then
-        trap 'kill $!' @signal@ TERM # which only this script receives
+        trap 'kill $!' "${cluster_ddp_signals[@]}" # which only this script receives
         ( # without what may be too large to be handed to a program
             set +e # one that is read-only stays
             while IFS= read -r cluster_ddp_name; do unset -f -- "$cluster_ddp_name"; done < <(compgen -A function)
@@ -97,10 +103,10 @@ cluster_ddp_restore
 # trap, this script waits for that program and passes the signals on.
 cluster_ddp_hand_over() {
     [[ -n $(trap -p EXIT) ]] || exec "$@"
-    trap '' @signal@ TERM
-    "$@" &
-    trap 'kill -s @signal@ $!' @signal@
-    trap 'kill -s TERM $!' TERM
+    "$@" & # which ignores them until it listens
+    for cluster_ddp_name in "${cluster_ddp_signals[@]}"; do
+        trap "kill -s $cluster_ddp_name "'$!' "$cluster_ddp_name"
+    done
     while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
     wait $!
     exit
@@ -125,17 +131,18 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
         The folder of the script that was submitted.
     """
     yield f"cluster_ddp_run={run}"
+    yield "# Slurm's, and what a person or a site may send: by default they would end this script"
+    yield f"cluster_ddp_signals=({' '.join(dict.fromkeys((signal, 'TERM', *_ASK_TO_END)))})"
     yield ""
-    fail = _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@tries@", str(TRIES))
-    yield fail.replace("@signal@", signal)
+    yield _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@tries@", str(TRIES))
     yield ""
     if spec.launch.setup:
         yield from (_BEFORE_SETUP, "")
     yield "# A signal that comes before the keeper runs must not end this script: the keeper asks Slurm what it missed"
-    yield f"trap : {signal} TERM"
+    yield 'trap : "${cluster_ddp_signals[@]}"'
     yield ""
     if spec.launch.setup:
-        yield from ("# The lines of launch.setup", setup, "", _AFTER_SETUP.replace("@signal@", signal), "")
+        yield from ("# The lines of launch.setup", setup, "", _AFTER_SETUP, "")
     yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported instead of Python's own"
     yield ""
 

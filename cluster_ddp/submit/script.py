@@ -19,7 +19,7 @@ from cluster_ddp.job.units import format_slurm_time
 from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN, node_program
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
-from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
+from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_around
 
 _TEMPLATE = Path(__file__).with_name("template.sbatch")
@@ -113,6 +113,7 @@ def render_script(
         "python": "\n".join(launcher.definitions()),
         "keeper": launcher.keeper,
         "starts": "\n".join(python_starts(launcher.keeper, "cluster_ddp")),
+        "ignore": IGNORE_SIGNALS,
         "exec": hand_over(spec),
         "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.definitions_from_run()]),
         "signal": spec.requeue.signal,

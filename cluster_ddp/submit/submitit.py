@@ -26,7 +26,7 @@ from cluster_ddp.run.via import SUBMITIT
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, may_be_queued
 from cluster_ddp.slurm.environment import environment_for
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
+from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import quote
 from cluster_ddp.submit.script import check_setup, job_options, own_comment
 from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
@@ -138,6 +138,7 @@ class SubmititSubmission:
             "setup": [
                 *preamble(spec, signal=warning_name(), run=folder, setup="\n".join(spec.launch.setup)),
                 *python_starts(self._python(), "cluster_ddp, submitit"),
+                IGNORE_SIGNALS,
             ],
             "use_srun": False,
             "stderr_to_stdout": True,

@@ -172,5 +172,5 @@ class _ThisMachine:
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False
 
-    def keep_from(self, bad: Sequence[str]) -> bool:
+    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
         return False

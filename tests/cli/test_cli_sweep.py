@@ -14,10 +14,13 @@ from cluster_ddp.job import load_resolved
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import COMPLETED, FAILED, NODE_FINISHED, STARTED, EventWriter
+from cluster_ddp.run.liveness import claim
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.status import describe
-from cluster_ddp.run.sweep import SweepDirectory, claimed, read_sweep, update_sweep
+from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, claimed, read_sweep, update_sweep
+from cluster_ddp.run.via import LOCAL
 from cluster_ddp.slurm.commands import submit_script
 from cluster_ddp.submit.element import main as element_program
 from cluster_ddp.submit.element import run_of_element
@@ -152,6 +155,14 @@ def test_two_calls_at_once_submit_once(here: Path, slurm: Slurm, call: Call) -> 
         assert f"is being submitted by process {other.pid}" in said.err
         other.kill()
     assert call("sweep", "--no-check", "job.yaml", *GRID).status == 0  # whoever had it is dead
+
+
+def test_of_a_sweep_that_runs_on_a_machine_that_may_be_down_it_is_said_how_to_end_it() -> None:
+    """It is not being submitted."""
+    there = {**claim(), "host": "there", "boot_id": "another"}
+    record = SweepRecord("s", 0.0, (), via=LOCAL, submitting=there)
+    with pytest.raises(RunError, match=r"(?s)being run by process \d+ on there.* if there is down: .*stop s$"):
+        claimed(record)
 
 
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_leaves_no_array_in_the_queue(

@@ -212,7 +212,7 @@ class SimulatedAllocation:
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False
 
-    def keep_from(self, bad: Sequence[str]) -> bool:
+    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
         return False
 
 
@@ -249,6 +249,9 @@ class SimulatedStep:
     @property
     def has_exited(self) -> bool:
         return self._world.now >= self.due()
+
+    def end_unbegun(self) -> bool:
+        return False
 
     def has_ended(self) -> bool:
         if not self._over and self._world.now >= self.due():

@@ -18,6 +18,7 @@ from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.job.errors import ClusterDDPError, JobFileError
 from cluster_ddp.launch import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.attempt import ROOM_SECONDS
+from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.run import decision, events
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.reading import read_on
@@ -161,6 +162,36 @@ def test_a_step_that_has_ended_is_not_waited_for_until_the_time_limit_if_storage
     live(world)
     assert world.queued and not world.faults
     assert world.now < 120
+
+
+def test_a_step_that_never_begins_is_not_waited_for_until_the_time_limit_if_storage_hangs(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit was reached only where storage answered."""
+    ended, life = list[float](), Life(training="is killed", lasts=100_000)
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
+        if host.now() < 5:
+            return do()
+        host.sleep(seconds)
+        return None
+
+    def end_unbegun(step: SimulatedStep) -> bool:
+        if ended or world.now < START_SECONDS:
+            return False
+        ended.append(world.now)
+        return True
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: within(host, 0.0, do))
+    monkeypatch.setattr(SimulatedStep, "end_unbegun", end_unbegun)
+    monkeypatch.setattr(SimulatedStep, "has_exited", property(lambda step: bool(ended)))
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    live(world)
+    assert world.queued and not world.faults
+    assert world.now < START_SECONDS + 120
+    words = capsys.readouterr().err
+    assert "no node program has started for 60 min, and storage does not respond on" in words
 
 
 @pytest.mark.parametrize("word", ["preemption", "time limit"])

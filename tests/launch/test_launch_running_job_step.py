@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from cluster_ddp.launch import running_job_step
 from cluster_ddp.launch.running_job_step import RunningJobStep
-from cluster_ddp.launch.sign_of_life import SignOfLife
+from cluster_ddp.launch.sign_of_life import SignOfLife, SilentNodes
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.stopfile import request_stop
 
@@ -57,6 +58,30 @@ def test_a_step_in_which_no_node_comes_up_ends_some_time(
     monkeypatch.setattr(running_job_step, "START_SECONDS", 0.2)
     step = start(attempt)
     assert ends(step) and step.unstarted
+
+
+def test_a_step_in_which_no_node_comes_up_ends_also_while_storage_hangs(
+    attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited until the time limit."""
+    answers = threading.Event()
+
+    def look(nodes: SilentNodes) -> list[int]:
+        answers.wait(60)
+        return []
+
+    monkeypatch.setattr(SilentNodes, "look", look)
+    monkeypatch.setattr(running_job_step, "START_SECONDS", 0.2)
+    step = start(attempt)
+    looking = threading.Thread(target=step.has_ended)
+    looking.start()
+    assert not step.end_unbegun()
+    time.sleep(0.3)
+    assert step.end_unbegun() and step.has_exited and step.unstarted
+    assert not step.end_unbegun(), "it has been said"
+    answers.set()
+    looking.join(60)
+    assert step.has_ended() and step.killed_by is None
 
 
 def test_a_step_of_which_a_node_lives_goes_on(attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

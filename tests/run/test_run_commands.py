@@ -192,7 +192,7 @@ def test_the_accounting_tells_of_jobs_that_squeue_has_forgotten(
     calls = fake_slurm(tmp_path, "sacct", 'for n in 7 8; do echo "$n|$n|CANCELLED by 0|n1|None|"; done')
     found = {entry["run_id"]: entry for entry in json.loads(ddp("status", "--json").stdout)}
     assert {entry["state"] for entry in found.values()} == {"CANCELLED"}
-    assert "was cancelled while it waited to continue" in found[waited.id]["reason"]
+    assert "was cancelled before it continued" in found[waited.id]["reason"]
     assert len(calls.read_text().splitlines()) == 1
 
 

@@ -11,14 +11,16 @@ from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, NODE_LOST, WARNING, EventWriter, read_events
+from cluster_ddp.run.record import add_slurm_job
 
 RUNNING = "JobId=77 JobState=RUNNING Reason=None Restarts={} PreemptTime=None ExcNodeList={} X=y"
 
 
-def lose(stage: Stage, *hosts: str, attempt: int) -> None:
+def lose(stage: Stage, *hosts: str, attempt: int, job: str = "77") -> None:
     """An attempt that Slurm ended as its hosts failed."""
     run = RunDirectory(stage.run)
-    begin_attempt(run, slurm_job_id="77", restart_count=attempt, host="node-b", pid=0, nodes=2, procs=1)
+    restarts = attempt if job == "77" else 0
+    begin_attempt(run, slurm_job_id=job, restart_count=restarts, host="node-b", pid=0, nodes=2, procs=1)
     for node, host in enumerate(hosts):
         EventWriter(run, "test").write(NODE_LOST, attempt=attempt, host=host, node=node)
 
@@ -54,8 +56,23 @@ def test_a_host_that_fails_again_is_excluded_besides_those_that_were(stage: Stag
     assert restart(stage, 1) == 0, stage.output
     assert stage.requeues() == ["77"]
     assert exclusions(stage) == [["JobId=77", "ExcNodeList=old[1-2],node-a"]]
-    assert "excluded from now on: node-a" in stage.output
+    assert "excluded from further starts of this job: node-a" in stage.output
     assert stage.status()["warnings"][-1] == "the bad hosts are excluded from further starts of this job: node-a"
+
+
+def test_a_host_that_fails_again_is_excluded_from_the_next_job_of_a_chain(tmp_path: Path) -> None:
+    """All of them started on it."""
+    stage = Stage(tmp_path, limits={"max_requeues": 0})
+    stage.does(job=RUNNING.format(0, "(null)"))
+    stage.does(**{"training.sh": event("node-lost", attempt=1, host="node-a", node=1)})
+    lose(stage, "node-a", attempt=0, job="76")
+    for job in ("76", "77", "78", "79"):
+        add_slurm_job(RunDirectory(stage.run), job)
+    partition(stage, "node-a", "node-b", "node-c")
+    assert restart(stage, 0) == 0, stage.output
+    assert stage.requeues() == []
+    assert exclusions(stage) == [["JobId=78", "ExcNodeList=node-a"]]
+    assert "excluded from Slurm job 78: node-a" in stage.output
 
 
 def test_a_host_that_the_job_asks_for_by_name_stays(stage: Stage) -> None:

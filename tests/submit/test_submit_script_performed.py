@@ -273,7 +273,8 @@ def test_what_a_person_decided_stays_decided(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("moment", ["setup", "python"])
-def test_a_signal_before_the_keeper_runs_is_made_up_for(stage: Stage, moment: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGALRM])
+def test_a_signal_before_the_keeper_runs_is_made_up_for(stage: Stage, moment: str, number: signal.Signals) -> None:
     """The setup lines run, or Python starts, when it comes: Slurm says what was missed."""
     wait = f"touch {stage.folder}/training; sleep 1"
     setup = [wait] if moment == "setup" else []
@@ -281,7 +282,7 @@ def test_a_signal_before_the_keeper_runs_is_made_up_for(stage: Stage, moment: st
     process = stage.start(stage.write(launch={"setup": setup}))
     stage.wait_for_training()
     stage.does(job=TIME_LIMIT)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert stage.finish(process) == 0, stage.output
     assert reason(stage) == "time-limit"
     assert stage.requeues() == ["77"]
