@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from zoo_training import _MADE, Case, ZooTask, judge
 
 from cluster_ddp.train import Task
@@ -212,12 +213,13 @@ class HooksAll(ZooTask):
 
 
 def test_hooks_of_all_optimizers_are_looked_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = dict(_global_optimizer_post_hooks)
+    hooks = torch_optimizer._global_optimizer_post_hooks
+    before = dict(hooks)
     try:
         assert not judge(Case(), tmp_path, HooksAll).exact
     finally:
-        _global_optimizer_post_hooks.clear()
-        _global_optimizer_post_hooks.update(before)
+        hooks.clear()
+        hooks.update(before)
     assert "the hooks of all optimizers" in capfd.readouterr().err
 
 
