@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster_ddp.launch.exits import RankExits
-from cluster_ddp.launch.logs import last_lines
+from cluster_ddp.launch.logs import if_disk_is_full, last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
@@ -22,6 +23,9 @@ from cluster_ddp.run.phase import Phase
 _SAME_CAUSE_SECONDS = 2.0
 # If a rank left no message, torchrun knows how it ended only once it has ended the others, which may take a while.
 _TORCHRUN_SECONDS = 15.0
+_FATAL = "Fatal Python error: "  # begins what faulthandler writes: the stacks of all threads, and much more
+_ABORTED = f"{_FATAL}Aborted"
+_MOST_LINES = 1000
 _TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # torch's infos and warnings are not the cause of an exit
 
 
@@ -161,6 +165,15 @@ def _without_message(code: int | None, rank: Rank) -> str:
 
 
 def _last_said(rank: Rank) -> str:
-    lines = last_lines(rank.stderr) if rank.stderr is not None else []
+    lines = last_lines(rank.stderr, _MOST_LINES) if rank.stderr is not None else []
     said = [line for line in lines if not _TORCH_LOG.match(line)]
-    return f"what it wrote last to stderr: {said[-1]}" if said else "it left no message"
+    fatal = next((number for number, line in enumerate(said) if line.startswith(_FATAL)), None)
+    where = ""
+    if fatal is not None:
+        current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), said[fatal:])
+        where = next((f" ({line.strip()})" for line in current if line.startswith("  File ")), "")
+        said = said[: fatal + 1]
+        if said[1:] and said[-1] == _ABORTED:  # a library says before it aborts why
+            said.pop()
+    words = f"what it wrote last to stderr: {said[-1]}{where}" if said else "it left no message"
+    return words + if_disk_is_full()
