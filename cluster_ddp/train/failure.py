@@ -129,6 +129,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ClusterDDPError):
         return f"{text}{_place(error)}"
     named = f"{type(error).__name__}: {text}"
+    if inside := getattr(error, "exceptions", None):  # a group; the class is new in Python 3.11
+        named += f"; the first: {explain(inside[0])}"
     advice = _advice(error, text)
     return f"{advice}\n    ({named})" if advice else named
 
