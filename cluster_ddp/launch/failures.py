@@ -14,7 +14,7 @@ from cluster_ddp.launch.logs import if_disk_is_full, last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
-from cluster_ddp.run.causes import comes_from_outside, shortened
+from cluster_ddp.run.causes import comes_from_outside, describe_failure, shortened
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
@@ -76,6 +76,21 @@ class Failures:
         if self._deaths and (agent_ended or now - self._deaths[0].noticed > patience):
             self._record(min(self._deaths, key=self._order))
             self._deaths = []
+
+    def after_work(self) -> list[str]:
+        """Describe the ranks that failed once their work was done, as in a script's lines below its block.
+
+        A signal does not count: a process that is shutting down may abort.
+        """
+        self._exits.read()
+        done = [rank for rank in self._ranks.seen.values() if self._ranks.phase(rank) is Phase.DONE]
+        codes = {known.pid: known.exit_code for known in self._exits.failed.values() if known.exit_code > 0}
+        return [self._describe(rank, codes[rank.pid]) for rank in done if rank.pid in codes]
+
+    def _describe(self, rank: Rank, code: int) -> str:
+        error = read_error(rank)
+        said = _without_message(code, rank) if error is None else error.message
+        return describe_failure({"event": RANK_FAILED, "rank": rank.rank, "host": host_name(), "error": said})
 
     def _unseen(self, now: float) -> list[_Death]:
         """Return ranks that failed before they were ever seen alive."""

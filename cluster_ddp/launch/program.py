@@ -297,6 +297,8 @@ class NodeProgram:
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
             self._record_agent_failure(agent_status)
+        for failure in self._failures.after_work():
+            self._warn(f"{failure}; its training was over then, so only what the script does after it is missing")
         status = 0 if self._outcome in (DONE, STOPPED) else 1
         self._record(
             events.NODE_FINISHED,

@@ -96,6 +96,17 @@ def test_a_host_is_named_as_slurm_names_it(scene: Scene, monkeypatch: pytest.Mon
     assert scene.event()["host"] == "queue1-st-7"
 
 
+def test_an_error_after_the_work_is_not_lost(scene: Scene) -> None:
+    """The run is complete, but what the script does after its block, such as an export, has failed."""
+    failed, aborted = scene.rank(4, OWN_ERROR, phase=Phase.DONE), scene.rank(5, phase=Phase.DONE)
+    scene.exit_code(failed, 1)
+    scene.exit_code(aborted, -signal.SIGABRT)
+    scene.failures.note([failed, aborted], agent_ended=True)
+    (told,) = scene.failures.after_work()
+    assert told.startswith("rank 4 on ") and "ValueError: wrong" in told
+    assert list(read_events(scene.run)) == []
+
+
 def test_who_left_with_status_0_is_named_before_who_complains(scene: Scene) -> None:
     left, complains = scene.rank(5), scene.rank(4, PEER_LOST)
     scene.exits.left.add(left.pid)
