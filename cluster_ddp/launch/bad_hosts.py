@@ -32,8 +32,10 @@ _SIGNALS = ("SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL")
 _BROKEN = re.compile(
     r"killed from outside|ended by SIG(BUS|SEGV|ILL)|"
     r"is killed by signal: (Killed|Bus error|Segmentation fault|Illegal instruction)|"
+    r"CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
     r"\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|input/output error|stale file|"
-    r"read-only file system",
+    r"read-only file system|the node has no space left|</torch_\w+>: No space left|"
+    r"No space left on device: '/(dev/shm|tmp)/",
     re.IGNORECASE,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import time
@@ -9,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster_ddp.launch.exits import RankExits
-from cluster_ddp.launch.logs import last_lines
+from cluster_ddp.launch.logs import if_disk_is_full, last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
-from cluster_ddp.run.causes import comes_from_outside, shortened
+from cluster_ddp.run.causes import comes_from_outside, describe_failure, shortened
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
@@ -22,6 +23,9 @@ from cluster_ddp.run.phase import Phase
 _SAME_CAUSE_SECONDS = 2.0
 # If a rank left no message, torchrun knows how it ended only once it has ended the others, which may take a while.
 _TORCHRUN_SECONDS = 15.0
+_FATAL = "Fatal Python error: "  # begins what faulthandler writes: the stacks of all threads, and much more
+_ABORTED = f"{_FATAL}Aborted"
+_MOST_LINES = 1000
 _TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # torch's infos and warnings are not the cause of an exit
 
 
@@ -72,6 +76,21 @@ class Failures:
         if self._deaths and (agent_ended or now - self._deaths[0].noticed > patience):
             self._record(min(self._deaths, key=self._order))
             self._deaths = []
+
+    def after_work(self) -> list[str]:
+        """Describe the ranks that failed once their work was done, as in a script's lines below its block.
+
+        A signal does not count: a process that is shutting down may abort.
+        """
+        self._exits.read()
+        done = [rank for rank in self._ranks.seen.values() if self._ranks.phase(rank) is Phase.DONE]
+        codes = {known.pid: known.exit_code for known in self._exits.failed.values() if known.exit_code > 0}
+        return [self._describe(rank, codes[rank.pid]) for rank in done if rank.pid in codes]
+
+    def _describe(self, rank: Rank, code: int) -> str:
+        error = read_error(rank)
+        said = _without_message(code, rank) if error is None else error.message
+        return describe_failure({"event": RANK_FAILED, "rank": rank.rank, "host": host_name(), "error": said})
 
     def _unseen(self, now: float) -> list[_Death]:
         """Return ranks that failed before they were ever seen alive."""
@@ -161,6 +180,15 @@ def _without_message(code: int | None, rank: Rank) -> str:
 
 
 def _last_said(rank: Rank) -> str:
-    lines = last_lines(rank.stderr) if rank.stderr is not None else []
+    lines = last_lines(rank.stderr, _MOST_LINES) if rank.stderr is not None else []
     said = [line for line in lines if not _TORCH_LOG.match(line)]
-    return f"what it wrote last to stderr: {said[-1]}" if said else "it left no message"
+    fatal = next((number for number, line in enumerate(said) if line.startswith(_FATAL)), None)
+    where = ""
+    if fatal is not None:
+        current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), said[fatal:])
+        where = next((f" ({line.strip()})" for line in current if line.startswith("  File ")), "")
+        said = said[: fatal + 1]
+        if said[1:] and said[-1] == _ABORTED:  # a library says before it aborts why
+            said.pop()
+    words = f"what it wrote last to stderr: {said[-1]}{where}" if said else "it left no message"
+    return words + if_disk_is_full()

@@ -19,6 +19,8 @@ _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for ot
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
 _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others would wait for it
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
+_LINGERING_SECONDS = 600.0  # for the processes of ranks whose work is done: threads of the user's may upload something
+_LINGERING_STOPPED_SECONDS = 60.0  # the same after a stop request
 _IDLE_MARGIN_SECONDS = 600.0  # beyond join_timeout; torchrun waits half as long for other agents to end
 _STARTING_SECONDS = 20.0  # a stop while ranks are starting: they may end by themselves
 _ENDING_SECONDS = 5.0  # a Python that is shutting down no longer handles signals
@@ -89,6 +91,20 @@ class ForcedEnd:
         if alone > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete()):
             return DONE
         return FAILED if alone > self._longest_idle else None
+
+    def of_lingering_ranks(self) -> str | None:
+        """Return the outcome with which to end ranks that have done their work but do not exit; None while they may.
+
+        A thread that is not a daemon may keep them, or a function registered with `atexit`. What a script does after
+        the block of `join_run` is its own business, unless it is asked to stop.
+        """
+        done_for = self._ranks.done_for()
+        if done_for is None:
+            return None
+        if self._stopping.reason is None:
+            return DONE if self._trains_a_task and done_for > _LINGERING_SECONDS else None
+        patience = _ENDING_SECONDS if self._stopping.level == AT_ONCE else _LINGERING_STOPPED_SECONDS
+        return STOPPED if min(done_for, self._stopping.waited()) > patience else None
 
     def _agent_alone(self) -> str | None:
         """Return the outcome of an agent whose ranks are gone: they have saved what there was to save."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +18,9 @@ from cluster_ddp.run.reading import as_whole, open_regular, read_json_object
 _MAX_READ = 4 << 20
 _MAX_LINE = 64 << 10
 _END_OF_LINE = re.compile(rb"\r*\n|\r+(?!\Z)")
-_TAIL_BYTES = 16384
+_TAIL_BYTES = 64 << 10  # a crashing Python lists its extension modules in a line of kilobytes
 _TAIL_LINES = 40
+_LEAST_FREE = 4096
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it in front of each line of a traceback
 
 
@@ -73,6 +77,18 @@ def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
     except OSError:
         return []
     return [_RANK_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-count:]
+
+
+def if_disk_is_full() -> str:
+    """Return what to add to an error on a node without space for what its ranks print; empty if it has some."""
+    folder = tempfile.gettempdir()
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free < _LEAST_FREE:
+            return (
+                f"; the node has no space left in {folder}, where what is printed is kept: make room there, or set "
+                "TMPDIR to another folder"
+            )
+    return ""
 
 
 _NODE_LOG = re.compile(r"node-(\d{1,6})(?:\.log)?")

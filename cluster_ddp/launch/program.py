@@ -208,6 +208,8 @@ class NodeProgram:
             self._end_hung()
         elif stop_asked and (outcome := self._forced_end.after_stop()) is not None:
             self._end(outcome)
+        elif (outcome := self._forced_end.of_lingering_ranks()) is not None:
+            self._end_lingering(outcome)
         elif time.monotonic() >= self._next_watch:
             self._next_watch = time.monotonic() + _WATCHDOG_SECONDS
             hang = self._find_hang()
@@ -261,9 +263,21 @@ class NodeProgram:
                 )
                 say(f"cluster-ddp: {reason}")
                 self._record(events.HANG, step=slot.step, rank=slot.rank, stopped=True, reason=reason)
+        self._collect_stacks()
+        self._end(HUNG)
+
+    def _end_lingering(self, outcome: str) -> None:
+        who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
+        self._warn(
+            f"the work of rank {who} on {self._host} was done, but it did not exit and is killed: a thread that is not "
+            f"a daemon may still run, or a function registered with atexit (see its stacks in {self._attempt.path})"
+        )
+        self._collect_stacks()
+        self._end(outcome)
+
+    def _collect_stacks(self) -> None:
         collected = hang_dump.collect(self._ranks.living, self._heartbeat.path, self._attempt)
         say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
-        self._end(HUNG)
 
     def _stop_without_agent(self) -> None:
         """Stop all ranks, here and on the other nodes, once the agent is gone: they can still save without it."""
@@ -284,6 +298,8 @@ class NodeProgram:
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
             self._record_agent_failure(agent_status)
+        for failure in self._failures.after_work():
+            self._warn(f"{failure}; its training was over then, so only what the script does after it is missing")
         status = 0 if self._outcome in (DONE, STOPPED) else 1
         self._record(
             events.NODE_FINISHED,

@@ -110,6 +110,12 @@ class LocalRanks:
         """Whether every rank of the node has said that its work is done."""
         return all(slot.pid and slot.phase is Phase.DONE for slot in self._heartbeat.slots)
 
+    def done_for(self) -> float | None:
+        """Return for how many seconds all ranks of the node have been done while any is alive; None if they are not."""
+        if not self._living or not self.all_done():
+            return None
+        return self._clock() - max(slot.beat_ns for slot in self._heartbeat.slots) / 1e9
+
 
 def _find(heartbeat: Path) -> Iterable[Rank]:
     for process in marked_processes(heartbeat):

@@ -14,6 +14,7 @@ from cluster_ddp.run.reading import as_whole
 _SURROUNDINGS = re.compile(
     r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
     r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
+    r"CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
     r"busy or unavailable|resource temporarily unavailable|can't start new thread|no space left|quota exceeded|"
     r"input/output error|remote I/O error|stale file handle|read-only file system|transport endpoint",
     re.IGNORECASE,
@@ -77,7 +78,8 @@ def cause_of_hang(hangs: list[Event]) -> Event:
 def what_failed(history: History, number: int) -> str | None:
     """Describe in one line what failed in an attempt since training last (re)started in it; None if nothing did."""
     failures = failures_of(history, number)
-    if hangs := history.of_attempt(number, HANG):
+    hangs = history.of_attempt(number, HANG)
+    if hangs and all(map(is_surroundings, failures)):
         return str(cause_of_hang(hangs).get("reason"))
     if (lost := lost_nodes(history, number)) and all(map(is_surroundings, failures)):
         return lost

@@ -119,9 +119,12 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
     failures = failures_of(history, number)
     own_fault = any(not is_surroundings(event) for event in failures)
     saved = any(event["event"] == STOPPED for event in events)
+    hangs = [event for event in events if event["event"] == HANG]
+    if stop_reason == HANG and hangs:  # the ranks woke up once it was found, and saved
+        stop_reason = None
     if stop_reason is not None and (saved or not own_fault) and not _follows_a_failure(stop_reason, events, failures):
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
-    if hangs := [event for event in events if event["event"] == HANG]:
+    if hangs and not own_fault:  # a rank that has failed may not exit, for a thread of its own
         why = cause_of_hang(hangs).get("reason")
         return AttemptOutcome(Ending.HUNG, str(why or "no step was finished for too long"))
     if (lost := lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence

@@ -49,6 +49,7 @@ _beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # for each group for G
 
 
 # Set by srun for the tasks of a step among which it divides the GPUs.
+_GPUS_GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
 _GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
 
 
@@ -201,15 +202,30 @@ def _asked_for() -> tuple[str | None, float]:
 
 
 def _take_device(world: World) -> None:
-    if not torch.cuda.is_available():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given = _gpus_from_slurm()
+    if given > gpus and (gpus == 0 or world.gpu >= gpus):  # without a GPU it would train on the CPU
+        raise DistributedError(
+            f"Slurm has given this node {given} GPUs, of which torch can use {gpus}: its CUDA driver or a GPU may be "
+            "broken (nvidia-smi shows whether it is), or a container may hide them"
+        )
+    if gpus == 0:
         return
-    gpus = torch.cuda.device_count()
     if world.gpu >= gpus:
         raise DistributedError(
             f"local rank {world.local_rank} has no GPU: this node shows {gpus}. "
             "Lower launch.procs_per_node, or check CUDA_VISIBLE_DEVICES."
         )
     torch.cuda.set_device(world.gpu)
+
+
+def _gpus_from_slurm() -> int:
+    """The number of GPUs that Slurm has made visible here; 0 if it has not, or this torch can use none anywhere."""
+    is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    if not is_built or not any(os.environ.get(name) for name in _GPUS_GIVEN):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return sum(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in visible)
 
 
 def _set_meeting_point(world: World) -> None:

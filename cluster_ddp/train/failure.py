@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sysconfig
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from cluster_ddp.job import ClusterDDPError
+from cluster_ddp.launch.logs import if_disk_is_full
 from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
@@ -122,9 +124,13 @@ def explain(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     if any(sign in text for sign in _NO_MORE_PROCESSES):
         text += "; perhaps you have reached the limit on processes and threads there (ulimit -u), including other jobs"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        text += if_disk_is_full()  # as after print()
     if isinstance(error, ClusterDDPError):
         return f"{text}{_place(error)}"
     named = f"{type(error).__name__}: {text}"
+    if inside := getattr(error, "exceptions", None):  # a group; the class is new in Python 3.11
+        named += f"; the first: {explain(inside[0])}"
     advice = _advice(error, text)
     return f"{advice}\n    ({named})" if advice else named
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
-from cluster_ddp.run.causes import describe_failure, shortened
+from cluster_ddp.run.causes import describe_failure, is_surroundings, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
@@ -93,6 +94,17 @@ def test_a_host_is_named_as_slurm_names_it(scene: Scene, monkeypatch: pytest.Mon
     scene.now += 20
     scene.failures.note([], agent_ended=True)
     assert scene.event()["host"] == "queue1-st-7"
+
+
+def test_an_error_after_the_work_is_not_lost(scene: Scene) -> None:
+    """The run is complete, but what the script does after its block, such as an export, has failed."""
+    failed, aborted = scene.rank(4, OWN_ERROR, phase=Phase.DONE), scene.rank(5, phase=Phase.DONE)
+    scene.exit_code(failed, 1)
+    scene.exit_code(aborted, -signal.SIGABRT)
+    scene.failures.note([failed, aborted], agent_ended=True)
+    (told,) = scene.failures.after_work()
+    assert told.startswith("rank 4 on ") and "ValueError: wrong" in told
+    assert list(read_events(scene.run)) == []
 
 
 def test_who_left_with_status_0_is_named_before_who_complains(scene: Scene) -> None:
@@ -231,6 +243,15 @@ def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> N
     assert "ValueError: wrong" in scene.event()["error"]
 
 
+DUMP = (
+    '\n\nThread 0x0a (most recent call first):\n  File "threading.py", line 1 in run\n\n'
+    'Current thread 0x0b (most recent call first):\n  File "a.py", line 5 in load\n'
+    '  File "a.py", line 7 in <module>\n\nExtension modules: '
+    + "numpy.linalg._umath_linalg, " * 2000
+    + "yaml._yaml (total: 2001)\n"
+)
+
+
 @pytest.mark.parametrize(
     ("stderr", "words"),
     [
@@ -239,6 +260,9 @@ def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> N
         ("noise\nterminate called after 'c10::Error'\n  what():  a bad shape\nframe #0: f\n", "what():  a bad shape"),
         ("noise\nfoo.c:12: Error: no device\nbye\n", "failed: foo.c:12: Error: no device"),
         ("[W1123 10:00:00.0 a.cpp:1] Warning: noise\n", "ended by SIGABRT; it left no message"),
+        ("libfoo: no device\nFatal Python error: Aborted" + DUMP, 'libfoo: no device (File "a.py", line 5 in load)'),
+        ("Fatal Python error: Aborted" + DUMP, 'Fatal Python error: Aborted (File "a.py", line 5 in load)'),
+        ("noise\nFatal Python error: Bus error" + DUMP, 'stderr: Fatal Python error: Bus error (File "a.py", line 5'),
         (
             "  + Exception Group Traceback (most recent call last):\n  |   File \"a.py\", line 1, in <module>\n"
             "  |     raise errors\n  | ExceptionGroup: several (2 sub-exceptions)\n  +-+-- 1 --\n    | ValueError: 1\n",
@@ -251,6 +275,17 @@ def test_what_a_library_says_before_it_aborts_is_told(scene: Scene, stderr: str,
     scene.exit_code(rank, -signal.SIGABRT)
     scene.failures.note([rank], agent_ended=True)
     assert words in describe_failure(scene.event())
+
+
+def test_a_rank_that_could_not_say_why_it_failed_is_told_with_the_full_disk(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    rank = scene.rank(4, "")
+    scene.exit_code(rank, 1)
+    scene.failures.note([rank], agent_ended=True)
+    assert "it left no message; the node has no space left in" in describe_failure(scene.event())
+    assert is_surroundings(scene.event())  # so it is tried again, and elsewhere
 
 
 def test_nccls_own_words_are_told_with_the_kind_of_error() -> None:

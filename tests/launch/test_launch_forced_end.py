@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 class LonelyAgent:
-    """A node whose one rank has ended at second 0 of its clock, while its agent goes on."""
+    """A node whose one rank has ended at second 0 of its clock while its agent goes on; `alive`: nobody saw it end."""
 
-    def __init__(self, folder: Path, *, done: bool) -> None:
-        self.now = 1000.0
+    def __init__(self, folder: Path, *, done: bool, alive: bool = False, task: bool = True) -> None:
+        self.now = time.monotonic()
         run = RunDirectory(folder)
         run.events.mkdir()
         self.attempt = run.attempt(0)
@@ -39,13 +39,19 @@ class LonelyAgent:
         ranks = LocalRanks(self.heartbeat, 1, clock=lambda: self.now)
         self.events = EventWriter(run, "node-0")
         self.stopping = Stopping(
-            self.attempt, self.heartbeat, self.events, node_rank=0, warning=signal.SIGUSR1, share=False
+            self.attempt,
+            self.heartbeat,
+            self.events,
+            node_rank=0,
+            warning=signal.SIGUSR1,
+            share=False,
+            clock=lambda: self.now,
         )
         self.ending = ForcedEnd(
             ranks,
             self.stopping,
             self.attempt,
-            trains_a_task=True,
+            trains_a_task=task,
             join_timeout=500.0,
             warn=str,
             clock=lambda: self.now,
@@ -56,15 +62,21 @@ class LonelyAgent:
             self.heartbeat.slots[0].set_phase(Phase.DONE if done else Phase.TRAINING)
             wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)
             process.kill()
-        assert [rank.pid for rank in ranks.poll()] == [process.pid]
+        self.now = self.start = time.monotonic()
+        if not alive:
+            assert [rank.pid for rank in ranks.poll()] == [process.pid]
 
     def after_stop(self, seconds: float) -> str | None:
-        self.now = 1000.0 + seconds
+        self.now = self.start + seconds
         return self.ending.after_stop()
 
     def idle_for(self, seconds: float) -> str | None:
-        self.now = 1000.0 + seconds
+        self.now = self.start + seconds
         return self.ending.of_idle_agent()
+
+    def lingering_for(self, seconds: float) -> str | None:
+        self.now = self.start + seconds
+        return self.ending.of_lingering_ranks()
 
 
 @pytest.fixture
@@ -112,6 +124,28 @@ def test_a_run_that_is_complete_does_not_hold_its_machines(make: Callable[..., L
     else:
         assert agent.idle_for(59.0) is None
     assert agent.idle_for(1001.0) == "done"
+
+
+@pytest.mark.parametrize(
+    ("task", "stop", "patience", "outcome"),
+    [
+        (True, None, 600.0, "done"),
+        (True, "person", 60.0, "stopped"),
+        (False, "person", 60.0, "stopped"),
+        (False, None, None, None),  # what it does after its block may take long
+    ],
+)
+def test_ranks_that_have_done_their_work_but_do_not_exit_are_ended(
+    tmp_path: Path, task: bool, stop: str | None, patience: float | None, outcome: str | None
+) -> None:
+    agent = LonelyAgent(tmp_path, done=True, alive=True, task=task)
+    if stop is not None:
+        agent.stopping.ask(stop)
+    assert agent.lingering_for((patience or 0.0) - 1.0) is None
+    assert agent.lingering_for((patience or 10_000.0) + 1.0) == outcome
+    agent.heartbeat.slots[0].set_phase(Phase.STOPPING)
+    assert agent.lingering_for(10_000.0) is None
+    agent.heartbeat.close()
 
 
 def test_an_agent_that_does_nothing_after_its_ranks_have_failed_is_ended(make: Callable[..., LonelyAgent]) -> None:

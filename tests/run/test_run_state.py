@@ -102,6 +102,9 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
         ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
         ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
         ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),
+        ([("failed", {"error": "ValueError: x"}), ("hang", {"reason": "rank 1 hangs"})], "FAILED", "ValueError: x"),
+        ([("failed", {"error": "timed out"}), ("hang", {"reason": "rank 1 hangs"})], "FAILED", "rank 1 hangs"),
+        ([("hang", {"reason": "rank 1 hangs"}), ("stopped", {"reason": "hang"})], "FAILED", "rank 1 hangs"),
         ([("hang", {"step": 4, "reason": "behind"}), ("hang", {"step": 5, "reason": "ahead"})], "FAILED", "behind"),
         (
             [("hang", {"step": 5, "stopped": True, "reason": "stopped"}), ("hang", {"step": 4, "reason": "behind"})],

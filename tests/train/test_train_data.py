@@ -200,6 +200,15 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
         fetch(Ragged(), (0, [4, 5]))
 
 
+def test_a_full_memory_disk_is_not_blamed_on_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr("torch.utils.data._utils.collate.collate", full)
+    with pytest.raises(RuntimeError, match=r"^unable to allocate"):
+        fetch(Ragged(), (0, [4]))
+
+
 class Stream(IterableDataset[Any]):
     """Items in an order of the epoch, with noise; 50 in an epoch."""
 

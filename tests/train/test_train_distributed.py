@@ -19,6 +19,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.ports import free_port
+from cluster_ddp.run.causes import comes_from_outside
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import (
     DistributedError,
@@ -250,6 +251,31 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DistributedError, match=r"local rank 2 has no GPU: this node shows 2.*launch\.procs_per_node"):
         setup_distributed()
+
+
+@pytest.mark.parametrize(("usable", "visible", "is_broken"), [
+    (0, "0,1", True), (1, "0,1", True), (2, "0,1", False), (0, "", False), (0, "NoDevFiles", False), (0, "-1", False),
+])  # fmt: skip
+def test_a_node_whose_gpus_are_broken_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, usable: int, visible: str, is_broken: bool
+) -> None:
+    """Else it would train on the CPU without a word, or the job be told that it has too many ranks."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # it need not meet others
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    setup_distributed() if usable != 1 else None  # outside of a job nothing is known
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    if not is_broken:
+        setup_distributed()
+        return
+    with pytest.raises(DistributedError, match=rf"2 GPUs, of which torch can use {usable}") as raised:
+        setup_distributed()
+    assert comes_from_outside(str(raised.value))  # so it is tried again
 
 
 def write_rank(rank: int, world_size: int, *, folder: Path) -> None:

@@ -120,7 +120,7 @@ class Diverging(Plain):
 def diverged(what: str, folder: Path) -> tuple[str, list[str]]:
     spec = job(
         train={"steps": 9, "global_batch": 24, "find_unused_parameters": True, "ema_decay": 0.9},
-        checkpoint={"every_steps": 3},
+        checkpoint={"every_steps": 3, "background": False},
     )
     run = broadcast_object(create_run(spec, runs_dir=folder, via="local", script=None) if is_main_process() else None)
     assert run is not None

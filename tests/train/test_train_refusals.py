@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import runpy
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -283,6 +284,12 @@ def left_with_one() -> str:
 def test_a_rank_without_samples_computes_on_one_too() -> None:
     for message in run_ranks(left_with_one, 3):
         assert "train.drop_last: false leaves 2 samples" in message
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions are new in Python 3.11")
+def test_a_group_of_errors_is_told_with_the_first_of_them() -> None:
+    group = ExceptionGroup("several", [ValueError("bad shard 7"), TypeError("b")])  # noqa: F821
+    assert explain(group) == "ExceptionGroup: several (2 sub-exceptions); the first: ValueError: bad shard 7"
 
 
 def test_a_single_sample_of_a_set_without_a_length_is_explained() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from cluster_ddp.printing import say
+from cluster_ddp.run.causes import comes_from_outside
 from cluster_ddp.train.data.another_worker import as_another_worker
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
@@ -254,6 +255,8 @@ class Fetcher:
         try:
             return self._collate(items)
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
+            if comes_from_outside(str(error)):  # such as a full memory disk
+                raise
             raise DataError(
                 f"samples {_named(indices)} do not make a batch: {error}\n"
                 "    give items of the same structure and shapes, or a collate function of your own"
