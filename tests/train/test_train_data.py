@@ -276,6 +276,40 @@ def test_an_iterable_set_that_keeps_its_first_augmentation_is_refused() -> None:
         train(Streaming(Caching), job(train={"steps": 2, "global_batch": 12}))
 
 
+class CountsItsPasses(Stream):
+    """Takes its order from how many passes have ended."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class KeepsTheRest(Stream):
+    """Begins a pass with what did not fill a block of the pass before."""
+
+    rest: tuple[Any, ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        items = [*self.rest, *super().__iter__()]
+        yield from items[:44]
+        self.rest = tuple(items[44:])
+
+
+@pytest.mark.parametrize(
+    ("data", "is_told"), [(CountsItsPasses, True), (KeepsTheRest, True), (Stream, False), (Skipping, False)]
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_set_that_a_pass_changes_is_told(
+    data: type[Stream], is_told: bool, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(Streaming(data), job(train={"steps": 12, "global_batch": 12, "workers": workers}))
+    said = capfd.readouterr().err
+    assert said.count(f"({data.__name__}) returns different items after a pass than before it") == is_told
+
+
 def test_an_iterable_set_without_length_needs_steps() -> None:
     with pytest.raises(DataError, match=r"set train\.steps"):
         train(Streaming(Stream), job(train={"epochs": 1, "global_batch": 12}))

@@ -41,7 +41,7 @@ from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.loader import from_workers, make_sendable, to_device
 from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
-from cluster_ddp.train.distributed import World, all_gather_object
+from cluster_ddp.train.distributed import World, all_gather_object, find_world
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
 from cluster_ddp.train.state.counts import Counts
@@ -174,8 +174,9 @@ class _Remaining(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield self._reader.try_set()
-            yield from self._reader.read(self._step, self._stop, self._place)
+            first = self._reader.try_set()
+            yield first
+            yield from self._reader.read(self._step, self._stop, self._place, first)
         except DataError as error:
             yield error
         except Exception as error:
@@ -228,9 +229,15 @@ class _Reader:
             )
         return first
 
-    def read(self, step: int, stop: int, place: Place) -> Iterator[tuple[MicroBatch, Place, Any]]:
-        """Yield, for each micro-batch, its description, the place after its step, and its batch."""
-        items = self._items(place)
+    def read(self, step: int, stop: int, place: Place, first: int) -> Iterator[tuple[MicroBatch, Place, Any]]:
+        """Yield, for each micro-batch, its description, the place after its step, and its batch.
+
+        Parameters
+        ----------
+        first
+            The fingerprint of the first items, as `try_set` has returned it.
+        """
+        items = self._items(place, first)
         for number in range(step, stop):
             kept = []
             for position in range(self._items_per_step):
@@ -257,10 +264,13 @@ class _Reader:
             self._seed(micro.epoch, int(micro.indices[0]))  # the ranks draw different numbers here
             yield micro, after, self._collate([item for item, _ in part])
 
-    def _items(self, place: Place) -> Iterator[tuple[Any, Place]]:
+    def _items(self, place: Place, first: int) -> Iterator[tuple[Any, Place]]:
         """Yield items from a place on, pass after pass, each with the place after it."""
         epoch, taken = place
+        looks_at = epoch + 1  # where it is checked whether the passes before have changed the set
         while True:
+            if epoch == looks_at:
+                looks_at = 2 * epoch if self._is_as_before(first) else 0
             before = taken
             for item in self._pass(epoch, taken):
                 taken += 1
@@ -268,6 +278,19 @@ class _Reader:
             if taken == before == 0:
                 raise DataError(f"the iterable training set yielded no item in epoch {epoch}")
             epoch, taken = epoch + 1, 0
+
+    def _is_as_before(self, first: int) -> bool:
+        """Warn if a pass begins with other items than before the passes so far, which a resume does not read again."""
+        if fingerprint(self._fingerprints(0, 0, _TRIED)) == first:
+            return True
+        if find_world().is_main:
+            say(
+                f"cluster_ddp: the training set ({type(self._data).__name__}) returns different items after a pass "
+                "than before it, in the same epoch and with the same seed: a resume is exact only if whatever changed "
+                "in it is restored. Let a pass depend only on set_epoch(epoch), not on how many there were or on what "
+                "they have left"
+            )
+        return False
 
     def _pass(self, epoch: int, taken: int) -> Iterator[Any]:
         """The items of an epoch from a place on; earlier ones are skipped if that is equivalent, else read."""
