@@ -22,6 +22,8 @@ reads ahead, because several would change the order.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,11 +38,13 @@ from torch.utils.data import IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.printing import say
+from cluster_ddp.train.data.another_worker import in_copy_of_worker
 from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.loader import from_workers, make_sendable, to_device
 from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.data.sets import copied
 from cluster_ddp.train.distributed import World, all_gather_object, find_world
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
@@ -194,6 +198,7 @@ class _Reader:
         self._base = derive(Use.SAMPLE, seed, rank) if sharded else derive(Use.SAMPLE, seed)
         self._drawn: list[tuple[float, ...]] = []  # the generators' next numbers after each item read last
         self._threads = False  # whether the set reads in its own threads
+        self._untouched: _Reader | None = None  # one that has a copy of the set
         piece = plan.micro_batch * plan.accumulation_steps
         self._own = range(piece) if sharded else range(rank * piece, (rank + 1) * piece)
         self._items_per_step = piece if sharded else plan.global_batch
@@ -207,6 +212,7 @@ class _Reader:
             draws.append(self._drawn[1:])  # the first item may initialise the set
             return found
 
+        there = self._elsewhere()
         first = settled(read)
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
@@ -227,7 +233,27 @@ class _Reader:
                 "for the first time, and keeps the result, so no resume could be exact: a cache has to "
                 "hold items before augmentation"
             )
+        if there not in (None, first):
+            raise DataError(
+                f"the training set ({type(self._data).__name__}) gives different items after others have been read, "
+                "such as words that are numbered in order of appearance, so no resume could be exact: number in "
+                "__init__, or let an item depend only on the epoch and its place"
+            )
         return first
+
+    def _elsewhere(self) -> int | None:
+        """The fingerprint of the first items where others have been read before; None if that cannot be found out."""
+        if (there := in_copy_of_worker(self._after_others)) is None:
+            self._untouched = copy.copy(self)  # kept, as some close files when deleted
+            self._untouched._data = copied(self._data)
+            with contextlib.suppress(Exception):
+                there = self._untouched._after_others()
+        return there
+
+    def _after_others(self) -> int:
+        """The fingerprint of the first items, read after others of another epoch."""
+        self._fingerprints(1, _TRIED, _TRIED)
+        return fingerprint(self._fingerprints(0, 0, _TRIED))
 
     def read(self, step: int, stop: int, place: Place, first: int) -> Iterator[tuple[MicroBatch, Place, Any]]:
         """Yield, for each micro-batch, its description, the place after its step, and its batch.
