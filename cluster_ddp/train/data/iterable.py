@@ -194,7 +194,7 @@ class _Reader:
     def __init__(
         self, data: IterableDataset[Any], collate: Collate, seed: int, plan: BatchPlan, rank: int, *, sharded: bool
     ) -> None:
-        self._data, self._collate, self._plan = data, collate, plan
+        self._data, self._collate, self._plan, self._sharded = data, collate, plan, sharded
         self._base = derive(Use.SAMPLE, seed, rank) if sharded else derive(Use.SAMPLE, seed)
         self._drawn: list[tuple[float, ...]] = []  # the generators' next numbers after each item read last
         self._threads = False  # whether the set reads in its own threads
@@ -309,7 +309,7 @@ class _Reader:
         """Warn if a pass begins with other items than before the passes so far, which a resume does not read again."""
         if fingerprint(self._fingerprints(0, 0, _TRIED)) == first:
             return True
-        if find_world().is_main:
+        if self._sharded or find_world().is_main:
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) returns different items after a pass "
                 "than before it, in the same epoch and with the same seed: a resume is exact only if whatever changed "
