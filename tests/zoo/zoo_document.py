@@ -98,6 +98,10 @@ ELSEWHERE = [
     ("a set, a stream or a `collate` that numbers words as they appear in workers, wherever it keeps the numbers",
      "from the first samples it reads",
      "train/test_train_data.py::test_workers_that_number_what_they_read_are_refused_wherever_they_keep_it"),
+    ("the `collate` of an iterable set that makes another batch of the same items, such as by a running mean",
+     "makes another batch of the same items",
+     "train/test_train_collating_streams.py::"
+     "test_a_collate_that_makes_another_batch_of_the_same_items_is_refused"),
     ("reported in the first step: a communication hook of DDP that keeps a state, such as PowerSGD's",
      "by a communication hook that keeps a state",
      "train/test_train_ranks_refused.py::test_a_communication_hook_with_a_state_is_told"),

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.another_worker import as_another_worker, in_copy_of_worker
+from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.sets import (
@@ -38,9 +39,7 @@ from cluster_ddp.train.randomness import (
     seed_one,
 )
 from cluster_ddp.train.state.surroundings import generators_around
-from cluster_ddp.train.task import Task
 
-_DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
 _TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # the maximum number of batches (and bytes) fetched by one call
 _ALIGNMENT = 64  # bytes, of memory that torch allocates on the CPU
@@ -87,7 +86,7 @@ class Fetcher:
         self._used = _ALL
         self._undisturbed = Undisturbed()
         self._may_change = False  # whether training may change the rows of a TensorDataset
-        self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
+        self._collates_by_default = getattr(collate, "__func__", collate) in DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
         elif fetches_by_batch(self._data):
