@@ -3,7 +3,7 @@
 task, trainer, session            what a user writes, the training loop, and what surrounds any loop
 step, update, nonfinite           from losses to gradients, to new weights or a skipped step, to the end if too many are
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
-model, buffers, ema               the network and DDP, its buffers, the average of its weights
+model, comm_hooks, buffers, ema   the network and DDP, its buffers, the average of its weights
 evaluation, evaluation_weights    evaluating, with the weights meant for it
 saving, overlap, stop             when to save, what may go on meanwhile, and how the ranks agree to stop
 randomness, inner_parts           seeds, and the generators that objects hold

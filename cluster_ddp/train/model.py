@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
+from cluster_ddp.train.comm_hooks import CommHooks
 from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.refusals import (
@@ -123,7 +124,9 @@ def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextMana
     return model.no_sync()
 
 
-def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], Tensor]) -> None:
+def settle_buckets(
+    model: nn.Module, also: Stateful | None, loss: Callable[[], Tensor], warn: Callable[[str], None]
+) -> None:
     """Run throw-away forward and backward passes, and undo their effects.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. With three or more
@@ -139,6 +142,8 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
         Anything else with state that `loss` may change, such as the task; its state is restored.
     loss
         Computes the loss of the first micro-batch of the training, with all generators seeded.
+    warn
+        Called if DDP has been given a hook with a state.
 
     Raises
     ------
@@ -149,8 +154,10 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copy.deepcopy(dict(also.state_dict())) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
-    for _ in range(_SETTLING_PASSES):
+    comm_hooks = CommHooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
+    for look in (comm_hooks.first, comm_hooks.second):  # after the first pass, DDP rebuilds its buckets
         run_backward(refuse_bypass(model, loss))
+        look()
         if _all_are_summed(model):
             summed = {
                 name: weight.new_empty(0) if weight.grad is None else weight.grad

@@ -272,7 +272,7 @@ class Trainer:
         self.session.beat.enter(Phase.READY)
         self.wrapped.train()
         if self.world.world_size > 1:
-            settle_buckets(self.wrapped, self.task, self._first_loss)
+            settle_buckets(self.wrapped, self.task, self._first_loss, self.session.warn)
         self.session.saving.made_from = self.stream.made_from(self.model)
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more

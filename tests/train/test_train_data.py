@@ -285,6 +285,89 @@ def test_an_iterable_set_that_keeps_its_first_augmentation_is_refused() -> None:
         train(Streaming(Caching), job(train={"steps": 2, "global_batch": 12}))
 
 
+class CountsItsPasses(Stream):
+    """Takes its order from how many passes have ended."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class KeepsTheRest(Stream):
+    """Begins a pass with what did not fill a block of the pass before."""
+
+    rest: tuple[Any, ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        items = [*self.rest, *super().__iter__()]
+        yield from items[:44]
+        self.rest = tuple(items[44:])
+
+
+@pytest.mark.parametrize(
+    ("data", "is_told"), [(CountsItsPasses, True), (KeepsTheRest, True), (Stream, False), (Skipping, False)]
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_set_that_a_pass_changes_is_told(
+    data: type[Stream], is_told: bool, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(Streaming(data), job(train={"steps": 12, "global_batch": 12, "workers": workers}))
+    said = capfd.readouterr().err
+    assert said.count(f"({data.__name__}) returns different items after a pass than before it") == is_told
+
+
+NUMBERS: dict[float, int] = {}
+
+
+def numbered(value: Tensor, numbers: dict[float, int]) -> Tensor:
+    """Number values in the order of their appearance."""
+    return torch.full((12,), float(numbers.setdefault(float(value), len(numbers))))
+
+
+class NumbersInModule(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return numbered(self.inputs[index, 0], NUMBERS), self.labels[index]
+
+
+class NumbersInCollate(Plain):
+    def __init__(self) -> None:
+        self.numbers: dict[float, int] = {}
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = default_collate(items)
+        return torch.stack([numbered(part[0], self.numbers) for part in inputs]), labels
+
+
+class OfModule(Plain):
+    def train_data(self) -> Dataset[Any]:
+        return NumbersInModule()
+
+
+@pytest.mark.parametrize("task", [OfModule, NumbersInCollate])
+def test_workers_that_number_what_they_read_are_refused_wherever_they_keep_it(task: type[Plain]) -> None:
+    with pytest.raises(DataError, match="keeps something from the first samples it reads"):
+        train(task(), job(train={"steps": 2, "global_batch": 12, "workers": 1}))
+
+
+class NumbersItems(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[float, int] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, labels in super().__iter__():
+            yield numbered(inputs[0], self.numbers), labels
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_set_that_numbers_its_items_is_refused(workers: int) -> None:
+    with pytest.raises(DataError, match="gives different items after others have been read"):
+        train(Streaming(NumbersItems), job(train={"steps": 2, "global_batch": 12, "workers": workers}))
+
+
 def test_an_iterable_set_without_length_needs_steps() -> None:
     with pytest.raises(DataError, match=r"set train\.steps"):
         train(Streaming(Stream), job(train={"epochs": 1, "global_batch": 12}))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from train_ranks import run_ranks
 from train_tasks import CLASSES, FEATURES, Plain, job, train
@@ -236,3 +240,26 @@ def test_layers_are_frozen_on_several_ranks_only_where_ddp_follows(
     assert switched(frozen_at_first, {}) == ""
     for message in run_ranks(switched, 2, frozen_at_first, settings):
         assert (words in message) if words else not message
+
+
+class Compresses(Plain):
+    """Gives DDP a hook that keeps what it has not sent."""
+
+    is_hooked = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if not self.is_hooked:
+            self.is_hooked = True
+            assert isinstance(model, DistributedDataParallel)
+            model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+        return super().loss(model, batch)
+
+
+def said_of_hook() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        train(Compresses(), job(train={"steps": 1, "global_batch": 12}))
+    return said.getvalue()
+
+
+def test_a_communication_hook_with_a_state_is_told() -> None:
+    assert "a communication hook that keeps a state (PowerSGDState)" in run_ranks(said_of_hook, 2)[0]

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from cluster_ddp.printing import say
 from cluster_ddp.run.causes import comes_from_outside
-from cluster_ddp.train.data.another_worker import as_another_worker
+from cluster_ddp.train.data.another_worker import as_another_worker, in_copy_of_worker
+from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.sets import (
@@ -39,9 +40,7 @@ from cluster_ddp.train.randomness import (
     seed_one,
 )
 from cluster_ddp.train.state.surroundings import generators_around
-from cluster_ddp.train.task import Task
 
-_DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
 _TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # the maximum number of batches (and bytes) fetched by one call
 _ALIGNMENT = 64  # bytes, of memory that torch allocates on the CPU
@@ -88,7 +87,7 @@ class Fetcher:
         self._used = _ALL
         self._undisturbed = Undisturbed()
         self._may_change = False  # whether training may change the rows of a TensorDataset
-        self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
+        self._collates_by_default = getattr(collate, "__func__", collate) in DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
         elif fetches_by_batch(self._data):
@@ -266,6 +265,7 @@ class Fetcher:
         """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
             return
+        there = in_copy_of_worker(lambda: self._after_others(epoch, indices))
         self._untouched, self._length = copied(self._data), length_of(self._data)
         numbers: list[Numbers] = []
 
@@ -280,7 +280,7 @@ class Fetcher:
             warn_of_counts(self._data, *numbers[-2:])
             self._refuse_workers_own(epoch, indices, found)
             other = fingerprint(self._read(epoch + 1, indices))
-            self._refuse_memory(epoch, indices, other)
+            self._refuse_memory(epoch, indices, other, there)
             self._at_first, self._looked_at_again = (other, epoch + 1, indices), epoch + 1
             self._used = ()
             # A set may take its seed from a generator without drawing from it.
@@ -334,13 +334,15 @@ class Fetcher:
                 "cache must hold samples before augmentation"
             )
 
-    def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:
+    def _refuse_memory(self, epoch: int, indices: Indices, other: int, there: int | None) -> None:
         """Raise a `DataError` if samples depend on what was read before, which a resume does not read again.
 
         Parameters
         ----------
         other
             The fingerprint of the samples in the next epoch.
+        there
+            The same where others have been read first; None if that is not known.
         """
         how = None
         few = indices[:_FEW]
@@ -350,23 +352,30 @@ class Fetcher:
             how = "gives different samples after others have been read: the set or collate() keeps something of them"
         elif self._draws_once(epoch, indices):
             how = "draws the random numbers of a sample when it is read for the first time, and keeps the result"
-        elif self._untouched is not None:
-            data, self._data, own = self._data, self._untouched, self._own
-            self._own = self._held_generators()
-            with contextlib.suppress(Exception):  # for example if a file cannot be opened a second time
-                self._read(epoch, indices[: -_FEW - 1 : -1])
-                if fingerprint(self._read(epoch + 1, indices)) != other:
-                    how = (
-                        "keeps something from the first samples it reads, such as random numbers that it draws once, "
-                        "or word numbers in order of appearance"
-                    )
-            self._data, self._own = data, own
+        else:
+            if there is None and self._untouched is not None:
+                data, self._data, own = self._data, self._untouched, self._own
+                self._own = self._held_generators()
+                with contextlib.suppress(Exception):  # for example if a file cannot be opened a second time
+                    there = self._after_others(epoch, indices)
+                self._data, self._own = data, own
+            if there not in (None, other):
+                how = (
+                    "or collate() keeps something from the first samples it reads, such as random numbers that it "
+                    "draws once, or word numbers in order of appearance"
+                )
         if how is not None:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) {how}, so no resume could be exact: draw and "
                 "number in __init__, which is seeded, or draw for every sample; a cache has to hold samples before "
                 "augmentation"
             )
+
+    def _after_others(self, epoch: int, indices: Indices) -> int:
+        """The fingerprint of the samples in the next epoch, read after the last few of them."""
+        self._read(epoch, indices[: -_FEW - 1 : -1])
+        self._own = self._held_generators()
+        return fingerprint(self._read(epoch + 1, indices))
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:
         """Whether a sample draws random numbers only when it is read for the first time."""

@@ -8,8 +8,8 @@ For an exact resume that uses each item once per pass, the data set must follow 
 - ``set_epoch(epoch)``, if it has one, is called before each pass over it.
 - ``skip(items)``, if it has one, is called after that: the pass must start that many items later.
 - Both may modify the data set or return a new one.
-- torch, random and numpy are seeded by (seed, epoch, position) before each item is requested, so random augmentation
-  in ``__iter__`` is exact too.
+- torch, random, numpy and the generators in its attributes are seeded by (seed, epoch, position) before each item is
+  requested, so random augmentation in ``__iter__`` is exact too.
 
 This is checked as far as possible: the first items are read twice and must be the same, on all ranks too; and a resume
 uses ``skip`` only if the item after a few skipped ones is the one that reading gives. Otherwise, the items already used
@@ -22,34 +22,24 @@ reads ahead, because several would change the order.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec
-from cluster_ddp.printing import say
-from cluster_ddp.train.data.fetch import Collate
-from cluster_ddp.train.data.fingerprint import fingerprint, settled
-from cluster_ddp.train.data.loader import from_workers, make_sendable, to_device
+from cluster_ddp.train.data.loader import from_workers, to_device
 from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.data.reader import Place, Reader, Remaining
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.task import Task
-
-Place = tuple[int, int]  # the epoch, and the number of its items used so far
-
-_TRIED = 3
 
 
 class IterableStream:
@@ -72,7 +62,7 @@ class IterableStream:
         self.total_steps, self.steps_per_epoch = _steps(self._length, train, plan)
         self.data: Dataset[Any] = data
         self._sources = (data, task.collate)
-        self._reader = _Reader(data, task.collate, train.seed, plan, world.rank, sharded=self._sharded)
+        self._reader = Reader(data, task.collate, train.seed, plan, world.rank, sharded=self._sharded)
         self._plan, self._world, self._device, self._workers = plan, world, device, min(train.workers, 1)
         self._counts = Counts()
         self._has_moved = False
@@ -126,7 +116,7 @@ class IterableStream:
             self._batches.close()
 
     def _read(self, step: int, stop: int, place: Place) -> Any:
-        remaining = _Remaining(self._reader, step, stop, place)
+        remaining = Remaining(self._reader, step, stop, place)
         self._batches = from_workers(remaining, None, workers=self._workers, device=self._device)
         return self._batches
 
@@ -165,173 +155,6 @@ class IterableStream:
                 "train.workers: 0 may items depend on state that the task restores, such as a level of difficulty"
             )
         counts.data_fingerprint = first
-
-
-class _Remaining(IterableDataset[Any]):
-    """The rest of the training as a data set, for a process that reads ahead."""
-
-    def __init__(self, reader: _Reader, step: int, stop: int, place: Place) -> None:
-        self._reader, self._step, self._stop, self._place = reader, step, stop, place
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield self._reader.try_set()
-            yield from self._reader.read(self._step, self._stop, self._place)
-        except DataError as error:
-            yield error
-        except Exception as error:
-            make_sendable(error)
-            raise
-
-
-class _Reader:
-    """Picks a rank's items from the stream."""
-
-    def __init__(
-        self, data: IterableDataset[Any], collate: Collate, seed: int, plan: BatchPlan, rank: int, *, sharded: bool
-    ) -> None:
-        self._data, self._collate, self._plan = data, collate, plan
-        self._base = derive(Use.SAMPLE, seed, rank) if sharded else derive(Use.SAMPLE, seed)
-        self._drawn: list[tuple[float, ...]] = []  # the generators' next numbers after each item read last
-        self._threads = False  # whether the set reads in its own threads
-        piece = plan.micro_batch * plan.accumulation_steps
-        self._own = range(piece) if sharded else range(rank * piece, (rank + 1) * piece)
-        self._items_per_step = piece if sharded else plan.global_batch
-
-    def try_set(self) -> int:
-        """Read the first items until two readings agree, and return their fingerprint; else raise a `DataError`."""
-        draws: list[list[tuple[float, ...]]] = []
-
-        def read() -> int:
-            found = fingerprint(self._fingerprints(0, 0, _TRIED))
-            draws.append(self._drawn[1:])  # the first item may initialise the set
-            return found
-
-        first = settled(read)
-        if self._threads and (first is None or self._draws(first)):
-            raise DataError(
-                f"the training set ({type(self._data).__name__}) reads in its own threads, and draws random numbers "
-                "there, which cannot be seeded: no resume could be exact. Move the random part into collate() or "
-                "loss() of the task, which are seeded"
-            )
-        if first is None:
-            raise DataError(
-                f"the training set ({type(self._data).__name__}) gives different items when the same epoch is read "
-                "again, so no resume could be exact: let its order and its random numbers depend only on "
-                "set_epoch(epoch), or from the global generators, which are seeded before each item, not from a count "
-                "of its passes"
-            )
-        if draws[0] != draws[-1]:
-            raise DataError(
-                f"the training set ({type(self._data).__name__}) draws the random numbers of an item when it is read "
-                "for the first time, and keeps the result, so no resume could be exact: a cache has to "
-                "hold items before augmentation"
-            )
-        return first
-
-    def read(self, step: int, stop: int, place: Place) -> Iterator[tuple[MicroBatch, Place, Any]]:
-        """Yield, for each micro-batch, its description, the place after its step, and its batch."""
-        items = self._items(place)
-        for number in range(step, stop):
-            kept = []
-            for position in range(self._items_per_step):
-                found, place = next(items)
-                if position in self._own:
-                    kept.append((found, place))
-            yield from self._micro_batches(number, kept, place)
-
-    def _micro_batches(
-        self, step: int, kept: list[tuple[Any, Place]], after: Place
-    ) -> Iterator[tuple[MicroBatch, Place, Any]]:
-        size = self._plan.micro_batch
-        for number in range(self._plan.accumulation_steps):
-            part = kept[number * size : (number + 1) * size]
-            micro = MicroBatch(
-                step=step,
-                number=number,
-                epoch=part[0][1][0],
-                indices=np.array([place[1] - 1 for _, place in part], dtype=np.int64),
-                samples=len(part),
-                global_batch=self._plan.global_batch,
-                last=number == self._plan.accumulation_steps - 1,
-            )
-            self._seed(micro.epoch, int(micro.indices[0]))  # the ranks draw different numbers here
-            yield micro, after, self._collate([item for item, _ in part])
-
-    def _items(self, place: Place) -> Iterator[tuple[Any, Place]]:
-        """Yield items from a place on, pass after pass, each with the place after it."""
-        epoch, taken = place
-        while True:
-            before = taken
-            for item in self._pass(epoch, taken):
-                taken += 1
-                yield item, (epoch, taken)
-            if taken == before == 0:
-                raise DataError(f"the iterable training set yielded no item in epoch {epoch}")
-            epoch, taken = epoch + 1, 0
-
-    def _pass(self, epoch: int, taken: int) -> Iterator[Any]:
-        """The items of an epoch from a place on; earlier ones are skipped if that is equivalent, else read."""
-        if not taken or self._skips(epoch):
-            return self._seeded(epoch, taken)
-        return islice(self._seeded(epoch, 0), taken, None)
-
-    def _skips(self, epoch: int) -> bool:
-        if getattr(self._data, "skip", None) is None:
-            return False
-        read = self._fingerprints(epoch, 0, _TRIED)
-        if len(read) == _TRIED and read[-1:] == self._fingerprints(epoch, _TRIED - 1, 1):
-            return True
-        say(
-            f"cluster_ddp: {type(self._data).__name__}.skip() does not continue with the items that reading would "
-            "return, for instance because skipped items draw random numbers: the items up to the point of the resume "
-            "are read and discarded"
-        )
-        return False
-
-    def _fingerprints(self, epoch: int, taken: int, number: int) -> list[int]:
-        items, threads = self._seeded(epoch, taken), threading.active_count()
-        found, self._drawn = [], []
-        for item in islice(items, number):
-            found.append(fingerprint(item))
-            self._drawn.append(drawn())  # the generators are seeded again before the next item
-        self._threads = self._threads or threading.active_count() > threads
-        return found
-
-    def _draws(self, seen: int) -> bool:
-        """Whether other seeds change the first items, whose fingerprint is passed in."""
-        base, self._base = self._base, mix(self._base)
-        other = fingerprint(self._fingerprints(0, 0, _TRIED))
-        self._base = base
-        return other != seen
-
-    def _seeded(self, epoch: int, taken: int) -> Iterator[Any]:
-        """Iterate over the set from a place on, seeding before each item."""
-        self._seed(epoch, taken)  # a set may shuffle when its iteration starts
-        items = iter(self._begun(epoch, taken))
-        while True:
-            self._seed(epoch, taken)
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            yield item
-            taken += 1
-
-    def _begun(self, epoch: int, taken: int) -> Any:
-        """Prepare the set for a pass; each of its methods may modify it or return another."""
-        data = _called(self._data, "set_epoch", epoch)
-        skipped = _called(data, "skip", taken)  # also for 0 items: the set may still be skipping those of another pass
-        return _called(skipped, "set_epoch", epoch) if taken and skipped is not data else data
-
-    def _seed(self, epoch: int, taken: int) -> None:
-        seed_host(mix(mix(self._base ^ mix(epoch)) ^ taken))
-
-
-def _called(data: Any, name: str, value: int) -> Any:
-    method = getattr(data, name, None)
-    changed = None if method is None else method(value)
-    return changed if hasattr(changed, "__iter__") else data
 
 
 def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from cluster_ddp.train.comm_hooks import CommHooks
 from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.watch.carried import Carried
-from cluster_ddp.train.own.watch.comm_hooks import CommHooks
 from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
 from cluster_ddp.train.own.watch.elsewhere import Elsewhere

@@ -10,7 +10,7 @@ from cluster_ddp.train.inner_parts import inner_parts
 
 
 class CommHooks:
-    """Warns, after the second step, about hooks of `register_comm_hook` whose state contains a changing integer.
+    """Warns of hooks of `register_comm_hook` whose state contains a changing integer.
 
     Parameters
     ----------
@@ -25,11 +25,11 @@ class CommHooks:
         self._before: dict[str, dict[str, int]] = {}
 
     def first(self) -> None:
-        """Call after the first step."""
+        """Call after the first step or backward pass."""
         self._before = dict(self._counts())
 
     def second(self) -> None:
-        """Call after the second step."""
+        """Call after the second one."""
         if names := sorted(name for name, now in self._counts() if self._before.get(name, now) != now):
             self._warn(
                 f"DDP sums the gradients by a communication hook that keeps a state ({', '.join(names)}), which no "
