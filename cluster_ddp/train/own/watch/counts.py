@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ from cluster_ddp.train.own.watch.syntax import (
     nodes_around,
     sets_rate,
     text_of,
+    tree_of_object,
     value_of,
 )
 
@@ -81,7 +83,7 @@ class Counts:
             if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     if (text := _loops_of(frame)) is not None:
-                        found = _counts_in(text, functools.partial(_is_changing, frame))
+                        found = _counts_in(text, functools.partial(value_of, frame=frame))
                         counts |= {name for name in found if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
                         best = (name for name in _best_weights_in(text) if not is_saved(name, frame, self._passed_in))
@@ -121,20 +123,49 @@ class Counts:
         return is_number and not is_saved(holder, frame, self._passed_in)
 
 
-def _is_changing(frame: FrameType, statement: ast.If) -> bool:
-    """Whether the body of an ``if`` changes a model, or calls one as in training, which changes its statistics."""
-    calls = [node for part in statement.body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    called = [name for call in calls if (name := name_of(call.func)) is not None]
-    evaluates = any(name.endswith(".eval") for name in called)
-    for name in called:
+def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:
+    """Whether statements change a model, or call one as in training, which changes its statistics.
+
+    Parameters
+    ----------
+    find
+        Returns the value of a variable or an attribute there.
+    depth
+        How far to look into the program's own functions that are called there.
+    """
+    calls = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    named = [(call, name) for call in calls if (name := name_of(call.func)) is not None]
+    evaluates = any(name.endswith(".eval") for _, name in named)
+    for call, name in named:
         owner, _, method = name.rpartition(".")
-        with contextlib.suppress(Exception):  # not a variable or an attribute
-            if method in _CHANGING and isinstance(value_of(owner, frame), nn.Module):
+        with contextlib.suppress(Exception):  # not a variable or an attribute, or no source
+            if method in _CHANGING and isinstance(find(owner), nn.Module):
                 return True
-            found = value_of(name, frame)
-            if isinstance(found, nn.Module) and found.training and not evaluates:
-                return any(buffer.is_floating_point() for buffer in found.buffers())
+            found = find(name)
+            if evaluates:
+                continue
+            if isinstance(found, nn.Module):
+                changes = found.training and any(buffer.is_floating_point() for buffer in found.buffers())
+            else:
+                looks_inside = depth > 0 and not is_of_library(inspect.getfile(found))
+                inside = [tree_of_object(found)] if looks_inside else []
+                changes = _changes_model(inside, functools.partial(_in_call, call, found, find), depth - 1)
+            if changes:
+                return True
     return False
+
+
+def _in_call(call: ast.Call, function: Any, find: Callable[[str], Any], name: str) -> Any:
+    """The value that a variable, or an attribute of one, has where this call begins, if it passes it on by its name."""
+    first, *inner = name.split(".")
+    given = inspect.signature(function).bind(*call.args, **{word.arg or "": word.value for word in call.keywords})
+    if first in given.arguments:
+        value = find(name_of(given.arguments[first]) or "")
+    elif inspect.ismethod(function) and first == next(iter(function.__func__.__code__.co_varnames)):
+        value = function.__self__
+    else:
+        value = function.__globals__[first]
+    return functools.reduce(getattr, inner, value)
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -166,7 +197,7 @@ def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
     )
 
 
-def _counts_in(text: Text, is_changing: Callable[[ast.If], bool]) -> Iterator[str]:
+def _counts_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
     parents, inner, outer = text.parents, text.loops[-1], text.loops[0]
     for name in {target for node in below(inner, parents) if (target := counted(node)) is not None}:
         others = [node for node in parents if name in assigned(node) and counted(node) is None]
@@ -182,7 +213,7 @@ def _counts_in(text: Text, is_changing: Callable[[ast.If], bool]) -> Iterator[st
         uses = (node for node in below(outer, parents) if is_read(node, name))
         if any(
             _is_decisive(node, name, parents, is_of_epoch=is_of_epoch)
-            or any(map(is_changing, _decided_every_so_often(node, parents)))
+            or any(_changes_model(if_.body, find) for if_ in _decided_every_so_often(node, parents))
             for node in uses
         ):
             yield name
