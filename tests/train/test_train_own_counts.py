@@ -159,6 +159,24 @@ def shows_what_a_function_makes(once: Any) -> None:
             iters += 1
 
 
+def show_sometimes(step: int, net: torch.nn.Module) -> None:
+    if step % 500 == 0:
+        show(net)
+
+
+def look_sometimes(net: torch.nn.Module, step: int) -> None:
+    if step % 500 == 0:
+        look(net)
+
+
+def shows_what_a_function_makes_sometimes(once: Any) -> None:
+    net, iters = torch.nn.BatchNorm1d(1), 0
+    for _ in range(2):
+        for _ in once():
+            show_sometimes(net=net, step=iters)
+            iters += 1
+
+
 def looks_at_what_a_function_makes(once: Any) -> None:
     net, iters = torch.nn.BatchNorm1d(1), 0
     for _ in range(2):
@@ -169,6 +187,7 @@ def looks_at_what_a_function_makes(once: Any) -> None:
                 net.eval()
                 show(net)
                 net.train()
+            look_sometimes(net, iters)
             iters += 1
 
 
@@ -329,6 +348,7 @@ best = 0.0
         (goes_through_what_cuts, "number"),
         (shows_what_it_makes, "iters"),
         (shows_what_a_function_makes, "iters"),
+        (shows_what_a_function_makes_sometimes, "iters"),
         (lambda once: Trainer(torch.nn.BatchNorm1d(1)).shows_what_a_method_makes(once), "self.iter_num"),
         (copies_its_weights, "steps"),
         (looks_at_what_a_function_makes, None),

@@ -38,6 +38,7 @@ from cluster_ddp.train.own.watch.syntax import (
     text_of,
     tree_of_object,
     value_of,
+    with_parents,
 )
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
@@ -158,14 +159,20 @@ def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: i
 def _in_call(call: ast.Call, function: Any, find: Callable[[str], Any], name: str) -> Any:
     """The value that a variable, or an attribute of one, has where this call begins, if it passes it on by its name."""
     first, *inner = name.split(".")
-    given = inspect.signature(function).bind(*call.args, **{word.arg or "": word.value for word in call.keywords})
-    if first in given.arguments:
-        value = find(name_of(given.arguments[first]) or "")
+    given = _given(call, function)
+    if first in given:
+        value = find(name_of(given[first]) or "")
     elif inspect.ismethod(function) and first == next(iter(function.__func__.__code__.co_varnames)):
         value = function.__self__
     else:
         value = function.__globals__[first]
     return functools.reduce(getattr, inner, value)
+
+
+def _given(call: ast.Call, function: Any) -> dict[str, ast.expr]:
+    """The arguments of a call, by the names of the function's parameters."""
+    by_name = {word.arg or "": word.value for word in call.keywords}
+    return inspect.signature(function).bind(*call.args, **by_name).arguments
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -213,7 +220,7 @@ def _counts_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
         uses = (node for node in below(outer, parents) if is_read(node, name))
         if any(
             _is_decisive(node, name, parents, is_of_epoch=is_of_epoch)
-            or any(_changes_model(if_.body, find) for if_ in _decided_every_so_often(node, parents))
+            or any(_changes_model(part.body, inside) for part, inside in _decided_every_so_often(node, parents, find))
             for node in uses
         ):
             yield name
@@ -309,12 +316,28 @@ def _is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return statement is not None and sets_rate(statement)
 
 
-def _decided_every_so_often(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.If]:
-    """The ``if count % 100 == 0:`` that this use of a count decides."""
+def _decided_every_so_often(
+    use: ast.AST, parents: dict[ast.AST, ast.AST], find: Callable[[str], Any], depth: int = 1
+) -> Iterator[tuple[ast.If, Callable[[str], Any]]]:
+    """The ``if count % 100 == 0:`` that this use of a count decides, also in a function to which it is passed.
+
+    Each with what returns the value of a variable there.
+    """
     around = list(nodes_around(use, parents))
     if any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in around):
         statements = (node for node in around if isinstance(node, ast.stmt))
-        yield from (node for node in itertools.islice(statements, 1) if isinstance(node, ast.If))
+        yield from ((node, find) for node in itertools.islice(statements, 1) if isinstance(node, ast.If))
+    call = next((node for node in around[:2] if isinstance(node, ast.Call)), None)
+    if call is not None and depth > 0:
+        with contextlib.suppress(Exception):  # it has no source, or does not take the count as it is
+            function = find(name_of(call.func) or "")
+            given = _given(call, function)
+            if not is_of_library(inspect.getfile(function)):
+                inside = with_parents(tree_of_object(function).body[0])
+                for node in inside:
+                    if any(value is use and is_read(node, name) for name, value in given.items()):
+                        found_there = functools.partial(_in_call, call, function, find)
+                        yield from _decided_every_so_often(node, inside, found_there, depth - 1)
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:
