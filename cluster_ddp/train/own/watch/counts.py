@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from cluster_ddp.train.own.watch.syntax import (
     begins_with_number,
     below,
     counted,
+    feeding_loss,
     holder_of,
     is_held,
     is_of_clock,
@@ -54,9 +55,9 @@ class Counts:
     First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
     the epochs since, and the best weights so far. Last, the program's own objects for early stopping. The source of the
-    running functions shows whether a number is compared or goes into an assignment. Numbers that are only printed,
-    logged, or used every n steps (``step % 100``) are not reported, unless a model is called or changed there, nor are
-    those of a generator that only passes the batches on.
+    running functions shows whether a number is compared, or goes into an assignment or the loss. Numbers that are only
+    printed, logged, or used every n steps (``step % 100``) are not reported, unless a model is called or changed there,
+    nor are those of a generator that only passes the batches on.
 
     Parameters
     ----------
@@ -102,8 +103,8 @@ class Counts:
             begun = ", ".join(f"{name}=..." for name in sorted(set(map(last_part, carried))))
             self._warn(
                 f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
-                "from the initial value, and stops, sets the rate or saves a best model differently. Keep it: kept = "
-                f"run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
+                "from the initial value, and stops, sets the rate, computes a loss or saves a best model differently. "
+                f"Keep it: kept = run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
             )
         for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
             self._warn(
@@ -229,6 +230,7 @@ def _counts_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
 def _carried_in(text: Text) -> Iterator[str]:
     """Variables that start as a number, are carried from one pass through a loop to the next, and are compared."""
     parents, outer = text.parents, text.loops[0]
+    feeding = feeding_loss(text).statements
     shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
     assigning = {node: names for node in parents if (names := assigned(node))}
     for loop in text.loops:
@@ -252,6 +254,10 @@ def _carried_in(text: Text) -> Iterator[str]:
                     for node in uses
                 ):
                     yield name
+                elif starts_over and _is_read_first(loop.body, name, feeding):
+                    resets = (node for node, names in inside.items() if name in names)
+                    if not any(begins_with_number(node, name) for node in resets):  # as sums of losses between updates
+                        yield name
 
 
 def _best_weights_in(text: Text) -> Iterator[str]:
@@ -265,21 +271,24 @@ def _best_weights_in(text: Text) -> Iterator[str]:
                 yield from (name for name in assigned(node) if name in read and "[" not in name)
 
 
-def _is_read_first(body: Sequence[ast.stmt], name: str) -> bool | None:
-    """Whether some path through these statements reads `name` before setting it; None if every path sets it first."""
+def _is_read_first(body: Sequence[ast.stmt], name: str, among: Container[ast.AST] | None = None) -> bool | None:
+    """Whether some path through these statements reads `name` before setting it; None if every path sets it first.
+
+    With `among`, only reading it in these statements counts.
+    """
     for statement in body:
         if isinstance(statement, SCOPES):
             continue
         parts = list(ast.iter_child_nodes(statement))
         inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
         own = [part for part in parts if part not in inner] if inner else [statement]
-        if any(_reads(part, name) for part in own):
+        if (among is None or statement in among) and any(_reads(part, name) for part in own):
             return True
         if any(name in _stored(part) for part in own):
             return None
         blocks = [getattr(statement, block, []) for block in ("body", "orelse", "finalbody")]
         blocks += [part.body for part in inner if isinstance(part, ast.ExceptHandler)]
-        ways = [_is_read_first(block, name) for block in blocks if block]
+        ways = [_is_read_first(block, name, among) for block in blocks if block]
         if True in ways:
             return True
         is_run = isinstance(statement, ast.With) or (isinstance(statement, ast.If) and statement.orelse)
