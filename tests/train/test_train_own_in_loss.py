@@ -100,6 +100,33 @@ def multiplies(model: nn.Module, once: Any) -> None:
         total.backward()
 
 
+class Agent:
+    """Runs its loop itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.calls = model, 0
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.model(batch).square().mean()
+
+    def train(agent, once: Any) -> None:
+        for batch in once:
+            loss = agent.loss(batch)
+            loss.backward()
+
+
+def adds_parts(model: nn.Module, once: Any) -> None:
+    parts: dict[str, Any] = {}
+    values: dict[str, float] = {}
+    for batch in once:
+        for number, output in enumerate(model(batch)):
+            parts[str(number)] = output.square().mean()
+        values["sum"] = float(batch.sum())
+        loss = sum(parts.values()) * values["sum"]
+        loss.backward()
+
+
 def only_prints(model: nn.Module, once: Any) -> None:
     meter, losses, mean, loss, other = Meter(), [], 0.0, torch.tensor(0.0), torch.tensor(0.0)
     summed: Any = 0
@@ -125,6 +152,8 @@ def only_prints(model: nn.Module, once: Any) -> None:
         (weighs_by_earlier_losses, ["change losses, weights,"]),
         (multiplies, ["depends on mean, multiplier,"]),
         (only_prints, []),
+        (adds_parts, []),
+        (lambda model, once: Agent(model).train(once), []),
     ],
 )
 def test_what_goes_into_the_loss_is_told(loop: Callable[[nn.Module, Any], None], names: list[str]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.own.kept import KeptValues
-from cluster_ddp.train.own.program import running_frames
+from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of
 from cluster_ddp.train.own.watch.syntax import (
     assigned,
@@ -91,8 +91,8 @@ class InLoss:
         text = text_of(frame)
         if not text.loops:
             return
-        set_here = {name for node in below(text.loops[0], text.parents) for name in assigned(node)}
-        set_here |= assigned(text.loops[0])
+        setting = (text.loops[0], *below(text.loops[0], text.parents))
+        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)}
         for name in feeding_loss(text).names:
             parts = name.split(".")
             if not set_here.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts) + 1)):
@@ -107,7 +107,7 @@ class InLoss:
     def _may_be_unsaved(self, name: str, found: Any) -> bool:
         if any(found is thing for thing in (*self._passed_in, *self._kept.values.values())):
             return False
-        is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and name != "self"
+        is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
         return is_own or isinstance(found, _VALUES) or ("." in name and type(found) in (int, float))
 
     def _has_changed(self, was: _Parts, now: _Parts) -> bool:
@@ -116,9 +116,18 @@ class InLoss:
         return len(was) != len(now) or any(was.get(key) != part and part not in kept for key, part in now.items())
 
 
+def _runs_loop(value: Any) -> bool:
+    """Whether a method of this object is running: it holds all kinds of things."""
+    return any(
+        hasattr(type(value), frame.f_code.co_name)
+        and any(variables_of(frame).get(name) is value for name in frame.f_code.co_varnames[:1])
+        for frame in running_frames()
+    )
+
+
 def _contents(value: Any) -> _Parts:
-    """The numbers that a value holds, and fingerprints of whatever else it holds."""
-    parts = _parts_of(value)[-_MOST:]
+    """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
+    parts = [(key, part) for key, part in _parts_of(value)[-_MOST:] if getattr(part, "grad_fn", None) is None]
     return {key: part if type(part) in (int, float) else _fingerprint(part) for key, part in parts}
 
 
