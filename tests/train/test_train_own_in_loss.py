@@ -83,7 +83,7 @@ def weighs_by_earlier_losses(model: nn.Module, once: Any) -> None:
     for batch in once:
         each = model(batch).square().mean(1)
         loss = (each * torch.tensor(weights)).mean()
-        weights[:] = each.detach().numpy()
+        weights[:] = each.detach().numpy()  # not told, as a buffer may be filled anew in each step
         if len(losses) > 1:
             loss = loss / sum(losses)
         losses.append(loss.item())
@@ -148,8 +148,8 @@ def only_prints(model: nn.Module, once: Any) -> None:
     ("loop", "names"),
     [
         (lambda model, once: divides_by_an_object(model, once, Scaled()), ["change scaled,"]),
-        (reads_an_attribute, ["change centered.center,"]),
-        (weighs_by_earlier_losses, ["change losses, weights,"]),
+        (reads_an_attribute, ["change centered,"]),
+        (weighs_by_earlier_losses, ["change losses,"]),
         (multiplies, ["depends on mean, multiplier,"]),
         (only_prints, []),
         (adds_parts, []),

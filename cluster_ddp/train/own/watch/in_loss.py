@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import inspect
@@ -10,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of
@@ -23,22 +22,24 @@ from cluster_ddp.train.own.watch.syntax import (
     assigned,
     below,
     feeding_loss,
+    is_of_clock,
     is_of_library,
     is_own_class,
+    is_read,
     is_saved,
     text_of,
+    tree_of_object,
     value_of,
 )
 
-_CONTAINERS = (list, dict, collections.deque)
-_VALUES = (*_CONTAINERS, np.ndarray, Tensor)
+_LISTS = (list, collections.deque)
 _OTHERS = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
 _MOST = 1000  # parts of a list or dict that are compared
 _Parts = dict[Any, int | float]
 
 
 class InLoss:
-    """Warns, after the second step, about lists, arrays and objects that steps change and the loss depends on.
+    """Warns, after the second step, about lists and objects that steps change and the loss depends on.
 
     The source of the running functions shows what the loss depends on, so that whatever only prints is not reported.
     Variables that the loop sets are left to `Counts` and `Carried`.
@@ -70,12 +71,11 @@ class InLoss:
         before, self._before = self._before, {}
         said = self._said()
         changed = [name for name, now in self._now().items() if self._has_changed(before.get(name, now), now)]
-        changed = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
         if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", said)):
             self._warn(
                 f"steps change {', '.join(names)}, from which the loss is computed and which no checkpoint contains: a "
-                "resume starts with what the program puts there before the loop, and is not exact. Keep lists, dicts, "
-                "arrays and tensors, for example with kept = run.keep(weights=weights); give an object state_dict() "
+                "resume starts with what the program puts there before the loop, and is not exact. Keep lists, for "
+                "example with kept = run.keep(losses=losses); give an object state_dict() "
                 "and load_state_dict(), and pass it in"
             )
 
@@ -99,8 +99,9 @@ class InLoss:
                 continue
             with contextlib.suppress(Exception):  # not a variable or an attribute
                 found = value_of(name, frame)
-                if inspect.ismethod(found):
-                    name, found = name.rpartition(".")[0], found.__self__
+                if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
+                    name = name.rpartition(".")[0]
+                    found = value_of(name, frame)
                 if not is_saved(name, frame, self._passed_in) and self._may_be_unsaved(name, found):
                     yield name, _contents(found)
 
@@ -108,7 +109,7 @@ class InLoss:
         if any(found is thing for thing in (*self._passed_in, *self._kept.values.values())):
             return False
         is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
-        return is_own or isinstance(found, _VALUES) or ("." in name and type(found) in (int, float))
+        return is_own or isinstance(found, _LISTS)
 
     def _has_changed(self, was: _Parts, now: _Parts) -> bool:
         """Whether it has, in more than numbers that the loop keeps."""
@@ -128,16 +129,20 @@ def _runs_loop(value: Any) -> bool:
 def _contents(value: Any) -> _Parts:
     """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
     parts = [(key, part) for key, part in _parts_of(value)[-_MOST:] if getattr(part, "grad_fn", None) is None]
-    return {key: part if type(part) in (int, float) else _fingerprint(part) for key, part in parts}
-
-
-def _fingerprint(part: Any) -> int:
-    return fingerprint([len(part) if isinstance(part, _CONTAINERS) else 0, fingerprint_of(part)])
+    return {key: part if type(part) in (int, float) else fingerprint_of(part) for key, part in parts}
 
 
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, (list, collections.deque)):
+    if isinstance(value, _LISTS):
         return list(enumerate(value))
-    if isinstance(value, (int, float, np.ndarray, Tensor)):
-        return [(0, value)]
-    return list((value if isinstance(value, dict) else vars(value)).items())
+    own = {name for kind in type(value).__mro__ if is_own_class(kind) for name in _builds_on_itself(kind)}
+    return [(name, part) for name, part in vars(value).items() if name in own]
+
+
+def _builds_on_itself(kind: type) -> Iterator[str]:
+    """The attributes that a class sets to something computed from them; others may be set anew before they are read."""
+    for node in ast.walk(tree_of_object(kind)):
+        for name in assigned(node):
+            reads = isinstance(node, ast.AugAssign) or any(is_read(part, name) for part in ast.walk(node))
+            if reads and name.count(".") == 1 and not is_of_clock(node):
+                yield name.partition(".")[2]
