@@ -138,6 +138,59 @@ def shows_what_it_makes(once: Any) -> None:
             iters += 1
 
 
+def show(net: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return net(torch.zeros(2, 1))
+
+
+def look(net: torch.nn.Module) -> torch.Tensor:
+    net.eval()
+    made = show(net)
+    net.train()
+    return made
+
+
+def shows_what_a_function_makes(once: Any) -> None:
+    net, iters = torch.nn.BatchNorm1d(1), 0
+    for _ in range(2):
+        for _ in once():
+            if iters % 500 == 0:
+                show(net)
+            iters += 1
+
+
+def show_sometimes(step: int, net: torch.nn.Module) -> None:
+    if step % 500 == 0:
+        show(net)
+
+
+def look_sometimes(net: torch.nn.Module, step: int) -> None:
+    if step % 500 == 0:
+        look(net)
+
+
+def shows_what_a_function_makes_sometimes(once: Any) -> None:
+    net, iters = torch.nn.BatchNorm1d(1), 0
+    for _ in range(2):
+        for _ in once():
+            show_sometimes(net=net, step=iters)
+            iters += 1
+
+
+def looks_at_what_a_function_makes(once: Any) -> None:
+    net, iters = torch.nn.BatchNorm1d(1), 0
+    for _ in range(2):
+        for _ in once():
+            if iters % 500 == 0:
+                look(net)
+            if iters % 100 == 0:
+                net.eval()
+                show(net)
+                net.train()
+            look_sometimes(net, iters)
+            iters += 1
+
+
 def copies_its_weights(once: Any) -> None:
     """As DQN does."""
     net, target, steps = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), 0
@@ -233,6 +286,16 @@ class Trainer:
             self.iter_num += 1
         assert rate
 
+    def shows_what_a_method_makes(self, once: Any) -> None:
+        for _ in once():
+            if self.iter_num % 500 == 0:
+                self.show()
+            self.iter_num += 1
+
+    def show(self) -> None:
+        show(self.state)
+        self.state(torch.zeros(2, 1))
+
     def stops_early(self, once: Any) -> None:
         patience, seen, last = 0, 0.0, 0.0
         for epoch in range(2):
@@ -284,7 +347,11 @@ best = 0.0
         (sets_the_rate_by_the_place_in_the_epoch, "number"),
         (goes_through_what_cuts, "number"),
         (shows_what_it_makes, "iters"),
+        (shows_what_a_function_makes, "iters"),
+        (shows_what_a_function_makes_sometimes, "iters"),
+        (lambda once: Trainer(torch.nn.BatchNorm1d(1)).shows_what_a_method_makes(once), "self.iter_num"),
         (copies_its_weights, "steps"),
+        (looks_at_what_a_function_makes, None),
         (looks_at_what_it_makes, None),
         (goes_through_what_logs, None),
         (only_prints, None),

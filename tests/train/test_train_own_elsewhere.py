@@ -56,7 +56,18 @@ def notes_the_best(value: float) -> None:
 
 
 best_at_the_top = 0.0
-steps_done = 0
+steps_done = rates_given = 0
+
+
+def falling_rate() -> float:
+    global rates_given
+    rates_given += 1
+    return 0.1 / rates_given
+
+
+def lowers_the_rate(group: dict[str, Any]) -> None:
+    rate = falling_rate()
+    group["lr"] = rate
 
 
 def explores() -> bool:
@@ -219,6 +230,10 @@ class Proxy:
 def test_what_a_step_only_counts_is_not_told_and_a_formula_of_it_is() -> None:
     assert "steps_done" not in told(lambda: None)
     assert "steps_done" in told(explores)
+
+
+def test_a_rate_that_a_function_gives_by_a_count_at_the_top_is_told() -> None:
+    assert "rates_given" in told(lambda: lowers_the_rate({}))
 
 
 def test_a_decorated_function_that_runs_is_left_to_the_watch_on_running_functions() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import begin_attempt, digest, failure, interrupt, model_of, new_run
+from own_loops import begin_attempt, digest, failure, interrupt, model_of, new_run, states
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
@@ -132,6 +132,39 @@ def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
     (crashed,) = run_ranks(left_in_evaluation_mode, 1, run.path, 0, 6)
     (resumed,) = run_ranks(left_in_evaluation_mode, 1, run.path, 1)
     assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
+
+
+def updating_by_hand(place: Path, attempt: int, at: int | None = None, how: str = "stop") -> dict[str, Any]:
+    """A loop that updates the weights itself, and whose optimizer never steps, as PyTorch's word_language_model."""
+    begin_attempt(place, attempt)
+    done: dict[str, Any] = {"status": None}
+    try:
+        with join_run() as run:
+            torch.manual_seed(1)
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in run.steps(STEPS, model=model, optimizer=optimizer):
+                model.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                for weight in model.parameters():
+                    assert weight.grad is not None
+                    weight.data.add_(weight.grad, alpha=-0.1)
+                if step == at:
+                    interrupt(how)
+        done["digest"] = digest(model)
+    except SystemExit as end:
+        done["status"] = end.code
+    return done
+
+
+def test_a_loop_that_updates_by_hand_stops_and_goes_on_exactly(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "broken")
+    (whole,) = run_ranks(updating_by_hand, 1, new_run(tmp_path / "calm").path, 0)
+    run_ranks(updating_by_hand, 1, run.path, 0, 1)
+    run_ranks(updating_by_hand, 1, run.path, 1, 6, "crash")
+    (last,) = run_ranks(updating_by_hand, 1, run.path, 2)
+    assert last == whole
+    assert states(run) == ["started", "stopped", "resumed", "failed", "resumed", "completed"]
 
 
 def unfreezing(

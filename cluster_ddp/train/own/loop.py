@@ -12,6 +12,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.beginning import Beginning
+from cluster_ddp.train.own.by_hand import UpdatesByHand
 from cluster_ddp.train.own.data.same_data import SameData
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.kept import KeptValues
@@ -114,6 +115,7 @@ class Loop:
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.generators = OwnGenerators(passed_in.model, *passed_in.optimizers)
         self._skipped_updates = SkippedUpdates(passed_in.scalers, max_bad_steps)
+        self._by_hand = UpdatesByHand(passed_in.optimizers)
         self._seeds: StepSeeds | None = None
         self._stop = StopDecision()
         self.batches = 0
@@ -219,6 +221,7 @@ class Loop:
         """
         self.beginning.expect_batch()
         self._is_updated = True
+        self._by_hand.give_up()
         self.on_update()
         self.beginning.expect_thread()
 
@@ -235,6 +238,7 @@ class Loop:
         self.batches += 1
         self.beginning.batch()
         self._seeds.apply(self._session.step, micro_batch)
+        self._by_hand.begin()
 
     def end(self, *, last: bool = False) -> None:
         """Call when a step is done; saves if a save is due.
@@ -256,6 +260,7 @@ class Loop:
             The GradScaler has skipped too many updates in a row.
         """
         decision = self._session.end_step()
+        self._is_updated = self._is_updated or self._by_hand.end()
         self._skipped_updates.check(self._session.step, updated=self._is_updated)
         self.after_step(self._is_updated)
         if decision.level > self._stop.level:
@@ -317,7 +322,7 @@ class Loop:
 
     def abandon(self) -> None:
         """Call when the loop is left in the middle of a step; the step counts if an optimizer has stepped in it."""
-        if self._is_updated:
+        if self._is_updated or self._by_hand.end():
             self._session.beat.step(self._session.step + 1)
 
     def leave(self) -> None:

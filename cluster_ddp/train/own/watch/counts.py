@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from cluster_ddp.train.own.watch.syntax import (
     begins_with_number,
     below,
     counted,
+    feeding_loss,
     holder_of,
     is_held,
     is_of_clock,
@@ -35,7 +37,9 @@ from cluster_ddp.train.own.watch.syntax import (
     nodes_around,
     sets_rate,
     text_of,
+    tree_of_object,
     value_of,
+    with_parents,
 )
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
@@ -51,9 +55,9 @@ class Counts:
     First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
     the epochs since, and the best weights so far. Last, the program's own objects for early stopping. The source of the
-    running functions shows whether a number is compared or goes into an assignment. Numbers that are only printed,
-    logged, or used every n steps (``step % 100``) are not reported, unless a model is called or changed there, nor are
-    those of a generator that only passes the batches on.
+    running functions shows whether a number is compared, or goes into an assignment or the loss. Numbers that are only
+    printed, logged, or used every n steps (``step % 100``) are not reported, unless a model is called or changed there,
+    nor are those of a generator that only passes the batches on.
 
     Parameters
     ----------
@@ -81,7 +85,7 @@ class Counts:
             if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     if (text := _loops_of(frame)) is not None:
-                        found = _counts_in(text, functools.partial(_is_changing, frame))
+                        found = _counts_in(text, functools.partial(value_of, frame=frame))
                         counts |= {name for name in found if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
                         best = (name for name in _best_weights_in(text) if not is_saved(name, frame, self._passed_in))
@@ -99,8 +103,8 @@ class Counts:
             begun = ", ".join(f"{name}=..." for name in sorted(set(map(last_part, carried))))
             self._warn(
                 f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
-                "from the initial value, and stops, sets the rate or saves a best model differently. Keep it: kept = "
-                f"run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
+                "from the initial value, and stops, sets the rate, computes a loss or saves a best model differently. "
+                f"Keep it: kept = run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
             )
         for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
             self._warn(
@@ -121,20 +125,55 @@ class Counts:
         return is_number and not is_saved(holder, frame, self._passed_in)
 
 
-def _is_changing(frame: FrameType, statement: ast.If) -> bool:
-    """Whether the body of an ``if`` changes a model, or calls one as in training, which changes its statistics."""
-    calls = [node for part in statement.body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    called = [name for call in calls if (name := name_of(call.func)) is not None]
-    evaluates = any(name.endswith(".eval") for name in called)
-    for name in called:
+def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:
+    """Whether statements change a model, or call one as in training, which changes its statistics.
+
+    Parameters
+    ----------
+    find
+        Returns the value of a variable or an attribute there.
+    depth
+        How far to look into the program's own functions that are called there.
+    """
+    calls = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    named = [(call, name) for call in calls if (name := name_of(call.func)) is not None]
+    evaluates = any(name.endswith(".eval") for _, name in named)
+    for call, name in named:
         owner, _, method = name.rpartition(".")
-        with contextlib.suppress(Exception):  # not a variable or an attribute
-            if method in _CHANGING and isinstance(value_of(owner, frame), nn.Module):
+        with contextlib.suppress(Exception):  # not a variable or an attribute, or no source
+            if method in _CHANGING and isinstance(find(owner), nn.Module):
                 return True
-            found = value_of(name, frame)
-            if isinstance(found, nn.Module) and found.training and not evaluates:
-                return any(buffer.is_floating_point() for buffer in found.buffers())
+            found = find(name)
+            if evaluates:
+                continue
+            if isinstance(found, nn.Module):
+                changes = found.training and any(buffer.is_floating_point() for buffer in found.buffers())
+            else:
+                looks_inside = depth > 0 and not is_of_library(inspect.getfile(found))
+                inside = [tree_of_object(found)] if looks_inside else []
+                changes = _changes_model(inside, functools.partial(_in_call, call, found, find), depth - 1)
+            if changes:
+                return True
     return False
+
+
+def _in_call(call: ast.Call, function: Any, find: Callable[[str], Any], name: str) -> Any:
+    """The value that a variable, or an attribute of one, has where this call begins, if it passes it on by its name."""
+    first, *inner = name.split(".")
+    given = _given(call, function)
+    if first in given:
+        value = find(name_of(given[first]) or "")
+    elif inspect.ismethod(function) and first == next(iter(function.__func__.__code__.co_varnames)):
+        value = function.__self__
+    else:
+        value = function.__globals__[first]
+    return functools.reduce(getattr, inner, value)
+
+
+def _given(call: ast.Call, function: Any) -> dict[str, ast.expr]:
+    """The arguments of a call, by the names of the function's parameters."""
+    by_name = {word.arg or "": word.value for word in call.keywords}
+    return inspect.signature(function).bind(*call.args, **by_name).arguments
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -166,7 +205,7 @@ def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
     )
 
 
-def _counts_in(text: Text, is_changing: Callable[[ast.If], bool]) -> Iterator[str]:
+def _counts_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
     parents, inner, outer = text.parents, text.loops[-1], text.loops[0]
     for name in {target for node in below(inner, parents) if (target := counted(node)) is not None}:
         others = [node for node in parents if name in assigned(node) and counted(node) is None]
@@ -182,7 +221,7 @@ def _counts_in(text: Text, is_changing: Callable[[ast.If], bool]) -> Iterator[st
         uses = (node for node in below(outer, parents) if is_read(node, name))
         if any(
             _is_decisive(node, name, parents, is_of_epoch=is_of_epoch)
-            or any(map(is_changing, _decided_every_so_often(node, parents)))
+            or any(_changes_model(part.body, inside) for part, inside in _decided_every_so_often(node, parents, find))
             for node in uses
         ):
             yield name
@@ -191,6 +230,7 @@ def _counts_in(text: Text, is_changing: Callable[[ast.If], bool]) -> Iterator[st
 def _carried_in(text: Text) -> Iterator[str]:
     """Variables that start as a number, are carried from one pass through a loop to the next, and are compared."""
     parents, outer = text.parents, text.loops[0]
+    feeding = feeding_loss(text).statements
     shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
     assigning = {node: names for node in parents if (names := assigned(node))}
     for loop in text.loops:
@@ -214,6 +254,10 @@ def _carried_in(text: Text) -> Iterator[str]:
                     for node in uses
                 ):
                     yield name
+                elif starts_over and _is_read_first(loop.body, name, feeding):
+                    resets = (node for node, names in inside.items() if name in names)
+                    if not any(begins_with_number(node, name) for node in resets):  # as sums of losses between updates
+                        yield name
 
 
 def _best_weights_in(text: Text) -> Iterator[str]:
@@ -227,21 +271,24 @@ def _best_weights_in(text: Text) -> Iterator[str]:
                 yield from (name for name in assigned(node) if name in read and "[" not in name)
 
 
-def _is_read_first(body: Sequence[ast.stmt], name: str) -> bool | None:
-    """Whether some path through these statements reads `name` before setting it; None if every path sets it first."""
+def _is_read_first(body: Sequence[ast.stmt], name: str, among: Container[ast.AST] | None = None) -> bool | None:
+    """Whether some path through these statements reads `name` before setting it; None if every path sets it first.
+
+    With `among`, only reading it in these statements counts.
+    """
     for statement in body:
         if isinstance(statement, SCOPES):
             continue
         parts = list(ast.iter_child_nodes(statement))
         inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
         own = [part for part in parts if part not in inner] if inner else [statement]
-        if any(_reads(part, name) for part in own):
+        if (among is None or statement in among) and any(_reads(part, name) for part in own):
             return True
         if any(name in _stored(part) for part in own):
             return None
         blocks = [getattr(statement, block, []) for block in ("body", "orelse", "finalbody")]
         blocks += [part.body for part in inner if isinstance(part, ast.ExceptHandler)]
-        ways = [_is_read_first(block, name) for block in blocks if block]
+        ways = [_is_read_first(block, name, among) for block in blocks if block]
         if True in ways:
             return True
         is_run = isinstance(statement, ast.With) or (isinstance(statement, ast.If) and statement.orelse)
@@ -278,12 +325,28 @@ def _is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return statement is not None and sets_rate(statement)
 
 
-def _decided_every_so_often(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.If]:
-    """The ``if count % 100 == 0:`` that this use of a count decides."""
+def _decided_every_so_often(
+    use: ast.AST, parents: dict[ast.AST, ast.AST], find: Callable[[str], Any], depth: int = 1
+) -> Iterator[tuple[ast.If, Callable[[str], Any]]]:
+    """The ``if count % 100 == 0:`` that this use of a count decides, also in a function to which it is passed.
+
+    Each with what returns the value of a variable there.
+    """
     around = list(nodes_around(use, parents))
     if any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in around):
         statements = (node for node in around if isinstance(node, ast.stmt))
-        yield from (node for node in itertools.islice(statements, 1) if isinstance(node, ast.If))
+        yield from ((node, find) for node in itertools.islice(statements, 1) if isinstance(node, ast.If))
+    call = next((node for node in around[:2] if isinstance(node, ast.Call)), None)
+    if call is not None and depth > 0:
+        with contextlib.suppress(Exception):  # it has no source, or does not take the count as it is
+            function = find(name_of(call.func) or "")
+            given = _given(call, function)
+            if not is_of_library(inspect.getfile(function)):
+                inside = with_parents(tree_of_object(function).body[0])
+                for node in inside:
+                    if any(value is use and is_read(node, name) for name, value in given.items()):
+                        found_there = functools.partial(_in_call, call, function, find)
+                        yield from _decided_every_so_often(node, inside, found_there, depth - 1)
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:

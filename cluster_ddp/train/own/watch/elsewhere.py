@@ -221,10 +221,11 @@ def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
 def _rating_in(
     parents: dict[ast.AST, ast.AST], functions: dict[_Function, dict[ast.AST, ast.AST]], *, gives: bool
 ) -> Iterator[str]:
-    """What a method of a class that sets learning rates, or `gives` them, computes them from."""
+    """What a function computes learning rates from that it sets, or `gives`, also in other functions of its scope."""
     values = list(parents) if gives else list(_rates_in(parents))
     called = {name_of(part.func) for value in values for part in ast.walk(value) if isinstance(part, ast.Call)}
-    values += [node for function, inner in functions.items() if f"self.{function.name}" in called for node in inner]
+    own = (inner for function, inner in functions.items() if called & {function.name, f"self.{function.name}"})
+    values += [node for inner in own for node in inner]
     parts = (part for value in values for part in ast.walk(value))
     yield from (name for part in parts if (name := name_of(part)) is not None and is_read(part, name))
 

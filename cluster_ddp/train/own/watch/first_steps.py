@@ -16,6 +16,7 @@ from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
 from cluster_ddp.train.own.watch.elsewhere import Elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
+from cluster_ddp.train.own.watch.in_loss import InLoss
 from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 from cluster_ddp.train.own.watch.other_optimizers import OuterOptimizers
@@ -74,24 +75,31 @@ def first_steps_of(
     def seeded() -> list[Any]:
         return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
 
+    said: list[str] = []
+
+    def tell(message: str) -> None:
+        said.append(message)
+        warn(message)
+
     gradients = CarriedGradients(passed_in.stepping, warn)
     draws_itself = loader is None
     first_batches = FirstSteps([loop.kept])
     first_updates = FirstSteps(
         [
-            *([Sources(loop.kept, warn)] if draws_itself else []),
-            OtherLoaders(None if batches is None else batches.data, warn),
-            Overlooked(kept, seeded, warn, remedy),
-            Copies(passed_in, loop.kept, warn),
-            OuterOptimizers(passed_in, warn),
-            Queues(passed_in, loop.kept, warn),
-            OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
-            Carried(loop.kept, warn),
-            Counts(warn, passed_in.others.values(), loop.kept),
-            Rounds(lambda: loop.step, warn, passed_in.others.values()),
-            Elsewhere(warn, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
-            OtherHandlers(lambda: loop.unheard, warn),
-            CommHooks(passed_in.wrapped, warn),
+            *([Sources(loop.kept, tell)] if draws_itself else []),
+            OtherLoaders(None if batches is None else batches.data, tell),
+            Overlooked(kept, seeded, tell, remedy),
+            Copies(passed_in, loop.kept, tell),
+            OuterOptimizers(passed_in, tell),
+            Queues(passed_in, loop.kept, tell),
+            OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), tell),
+            Carried(loop.kept, tell),
+            Counts(tell, passed_in.others.values(), loop.kept),
+            Rounds(lambda: loop.step, tell, passed_in.others.values()),
+            Elsewhere(tell, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
+            OtherHandlers(lambda: loop.unheard, tell),
+            CommHooks(passed_in.wrapped, tell),
+            InLoss([*passed_in.optimizers, *passed_in.others.values()], loop.kept, lambda: " ".join(said), tell),
         ]
     )
 

@@ -24,7 +24,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 _OURS = __name__.partition(".")[0]
-_FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
+_FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))|(torch\.)?tensor\(-?[\d.e+-]+.*\)")
 _TIMES = re.compile(r"(\b|_)(time|now|utcnow|perf_counter|monotonic)(_ns)?\b")
 
 
@@ -33,6 +33,13 @@ class Text(NamedTuple):
 
     parents: dict[ast.AST, ast.AST]
     loops: list[ast.For | ast.While]  # those being executed, outermost first
+
+
+class Feeding(NamedTuple):
+    """What the loss of a loop is computed from."""
+
+    statements: set[ast.AST]
+    names: set[str]  # the variables and attributes that these read
 
 
 def text_of(frame: FrameType) -> Text:
@@ -119,6 +126,25 @@ def nodes_around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast
 
 def below(loop: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
     return (node for node in parents if loop in nodes_around(node, parents))
+
+
+def feeding_loss(text: Text) -> Feeding:
+    """The statements of the running loops from which the loss is computed on which they call ``backward()``."""
+    inside = list(below(text.loops[0], text.parents))
+    setting = [node for node in inside if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    todo: list[ast.AST] = [node for node in inside if isinstance(node, ast.Expr) and _goes_backward(node.value)]
+    found = Feeding(set(), set())
+    while todo:
+        statement = todo.pop()
+        found.statements.add(statement)
+        value = getattr(statement, "value", None) or statement
+        found.names.update(name for part in ast.walk(value) if (name := name_of(part)) is not None)
+        todo += [node for node in setting if node not in found.statements and assigned(node) & found.names]
+    return found
+
+
+def _goes_backward(call: ast.AST) -> bool:
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.endswith("backward")
 
 
 def name_of(node: ast.AST) -> str | None:

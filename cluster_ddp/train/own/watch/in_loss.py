@@ -1,0 +1,148 @@
+"""Detects what a custom loop computes its loss from and steps change in place, such as an object's running averages."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from cluster_ddp.train.own.kept import KeptValues
+from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.values import fingerprint_of
+from cluster_ddp.train.own.watch.syntax import (
+    assigned,
+    below,
+    feeding_loss,
+    is_of_clock,
+    is_of_library,
+    is_own_class,
+    is_read,
+    is_saved,
+    text_of,
+    tree_of_object,
+    value_of,
+)
+
+_LISTS = (list, collections.deque)
+_OTHERS = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
+_MOST = 1000  # parts of a list or dict that are compared
+_Parts = dict[Any, int | float]
+
+
+class InLoss:
+    """Warns, after the second step, about lists and objects that steps change and the loss depends on.
+
+    The source of the running functions shows what the loss depends on, so that whatever only prints is not reported.
+    Variables that the loop sets are left to `Counts` and `Carried`.
+
+    Parameters
+    ----------
+    passed_in
+        The objects passed in.
+    kept
+        What the loop keeps with `ScriptRun.keep`.
+    said
+        The warnings so far; what one of them names is not reported again.
+    warn
+        Called with the message.
+    """
+
+    def __init__(
+        self, passed_in: Iterable[Any], kept: KeptValues, said: Callable[[], str], warn: Callable[[str], None]
+    ) -> None:
+        self._passed_in, self._kept, self._said, self._warn = list(passed_in), kept, said, warn
+        self._before: dict[str, _Parts] = {}
+
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = self._now()
+
+    def second(self) -> None:
+        """Call after the second step."""
+        before, self._before = self._before, {}
+        said = self._said()
+        changed = [name for name, now in self._now().items() if self._has_changed(before.get(name, now), now)]
+        if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", said)):
+            self._warn(
+                f"steps change {', '.join(names)}, from which the loss is computed and which no checkpoint contains: a "
+                "resume starts with what the program puts there before the loop, and is not exact. Keep lists, for "
+                "example with kept = run.keep(losses=losses); give an object state_dict() "
+                "and load_state_dict(), and pass it in"
+            )
+
+    def _now(self) -> dict[str, _Parts]:
+        now: dict[str, _Parts] = {}
+        for frame in running_frames():
+            if not is_of_library(frame.f_code.co_filename):
+                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
+                    now |= dict(self._in(frame))
+        return now
+
+    def _in(self, frame: FrameType) -> Iterator[tuple[str, _Parts]]:
+        text = text_of(frame)
+        if not text.loops:
+            return
+        setting = (text.loops[0], *below(text.loops[0], text.parents))
+        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)}
+        for name in feeding_loss(text).names:
+            parts = name.split(".")
+            if not set_here.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+                continue
+            with contextlib.suppress(Exception):  # not a variable or an attribute
+                found = value_of(name, frame)
+                if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
+                    name = name.rpartition(".")[0]
+                    found = value_of(name, frame)
+                if not is_saved(name, frame, self._passed_in) and self._may_be_unsaved(name, found):
+                    yield name, _contents(found)
+
+    def _may_be_unsaved(self, name: str, found: Any) -> bool:
+        if any(found is thing for thing in (*self._passed_in, *self._kept.values.values())):
+            return False
+        is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
+        return is_own or isinstance(found, _LISTS)
+
+    def _has_changed(self, was: _Parts, now: _Parts) -> bool:
+        """Whether it has, in more than numbers that the loop keeps."""
+        kept = [value for value in self._kept.values.values() if type(value) in (int, float)]
+        return len(was) != len(now) or any(was.get(key) != part and part not in kept for key, part in now.items())
+
+
+def _runs_loop(value: Any) -> bool:
+    """Whether a method of this object is running: it holds all kinds of things."""
+    return any(
+        hasattr(type(value), frame.f_code.co_name)
+        and any(variables_of(frame).get(name) is value for name in frame.f_code.co_varnames[:1])
+        for frame in running_frames()
+    )
+
+
+def _contents(value: Any) -> _Parts:
+    """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
+    parts = [(key, part) for key, part in _parts_of(value)[-_MOST:] if getattr(part, "grad_fn", None) is None]
+    return {key: part if type(part) in (int, float) else fingerprint_of(part) for key, part in parts}
+
+
+def _parts_of(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, _LISTS):
+        return list(enumerate(value))
+    own = {name for kind in type(value).__mro__ if is_own_class(kind) for name in _builds_on_itself(kind)}
+    return [(name, part) for name, part in vars(value).items() if name in own]
+
+
+def _builds_on_itself(kind: type) -> Iterator[str]:
+    """The attributes that a class sets to something computed from them; others may be set anew before they are read."""
+    for node in ast.walk(tree_of_object(kind)):
+        for name in assigned(node):
+            reads = isinstance(node, ast.AugAssign) or any(is_read(part, name) for part in ast.walk(node))
+            if reads and name.count(".") == 1 and not is_of_clock(node):
+                yield name.partition(".")[2]

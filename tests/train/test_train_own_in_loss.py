@@ -1,0 +1,169 @@
+"""What a loop computes its loss from and steps change is told; what they only record is not."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cluster_ddp.train.own.kept import KeptValues
+from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.in_loss import InLoss
+
+
+class Scaled:
+    """Divides a loss by its running mean."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        return loss / self.mean
+
+
+class Centered:
+    """The center of a teacher's outputs, as DINO has it."""
+
+    def __init__(self) -> None:
+        self.center, self.shown = torch.zeros(2), 0
+
+    def update(self, outputs: torch.Tensor) -> None:
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        self.shown += 1
+
+
+class Meter:
+    """Only prints."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def add(self, value: float) -> float:
+        self.total += value
+        return self.total
+
+
+class State(Scaled):
+    """As it is passed in."""
+
+
+def batches(messages: list[str], passed_in: Any, kept: KeptValues) -> Any:
+    """Two batches, and what looks at the loop after each."""
+    watches = [InLoss([passed_in], kept, lambda: "", messages.append), Counts(messages.append, [passed_in], kept)]
+    for look in ("first", "second"):
+        yield torch.rand(3, 4)
+        for watch in watches:
+            getattr(watch, look)()
+
+
+def divides_by_an_object(model: nn.Module, once: Any, scaled: Any) -> None:
+    for batch in once:
+        loss = model(batch).square().mean()
+        scaled_loss = scaled(loss)
+        scaled_loss.backward()
+
+
+def reads_an_attribute(model: nn.Module, once: Any) -> None:
+    centered = Centered()
+    for batch in once:
+        outputs = model(batch)
+        centered.update(outputs)
+        loss = (outputs - centered.center).square().mean()
+        loss.backward()
+
+
+def weighs_by_earlier_losses(model: nn.Module, once: Any) -> None:
+    weights, losses = np.ones(3), collections.deque[float](maxlen=10)
+    for batch in once:
+        each = model(batch).square().mean(1)
+        loss = (each * torch.tensor(weights)).mean()
+        weights[:] = each.detach().numpy()  # not told, as a buffer may be filled anew in each step
+        if len(losses) > 1:
+            loss = loss / sum(losses)
+        losses.append(loss.item())
+        loss.backward()
+
+
+def multiplies(model: nn.Module, once: Any) -> None:
+    multiplier, mean = torch.tensor(1.0), 0.0
+    for batch in once:
+        loss = model(batch).square().mean()
+        multiplier = (multiplier + loss.detach()).clamp(min=0)
+        mean = 0.9 * mean + loss.item()
+        total = loss * multiplier + mean
+        total.backward()
+
+
+class Agent:
+    """Runs its loop itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.calls = model, 0
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.model(batch).square().mean()
+
+    def train(agent, once: Any) -> None:
+        for batch in once:
+            loss = agent.loss(batch)
+            loss.backward()
+
+
+def adds_parts(model: nn.Module, once: Any) -> None:
+    parts: dict[str, Any] = {}
+    values: dict[str, float] = {}
+    for batch in once:
+        for number, output in enumerate(model(batch)):
+            parts[str(number)] = output.square().mean()
+        values["sum"] = float(batch.sum())
+        loss = sum(parts.values()) * values["sum"]
+        loss.backward()
+
+
+def only_prints(model: nn.Module, once: Any) -> None:
+    meter, losses, mean, loss, other = Meter(), [], 0.0, torch.tensor(0.0), torch.tensor(0.0)
+    summed: Any = 0
+    for number, batch in enumerate(once):
+        if number % 5 == 0:
+            other = model(batch).mean()
+            other.backward()
+        loss = model(batch).square().mean()
+        mean = 0.9 * mean + loss.item()
+        losses.append(loss.item())
+        print(meter.add(loss.item()), mean, np.mean(losses), other.item())
+        summed = summed + loss
+        if number % 1 == 0:
+            summed.backward()
+            summed = 0
+
+
+@pytest.mark.parametrize(
+    ("loop", "names"),
+    [
+        (lambda model, once: divides_by_an_object(model, once, Scaled()), ["change scaled,"]),
+        (reads_an_attribute, ["change centered,"]),
+        (weighs_by_earlier_losses, ["change losses,"]),
+        (multiplies, ["depends on mean, multiplier,"]),
+        (only_prints, []),
+        (adds_parts, []),
+        (lambda model, once: Agent(model).train(once), []),
+    ],
+)
+def test_what_goes_into_the_loss_is_told(loop: Callable[[nn.Module, Any], None], names: list[str]) -> None:
+    messages: list[str] = []
+    loop(nn.Linear(4, 2), batches(messages, None, KeptValues()))
+    assert len(messages) == len(names) and all(name in message for name, message in zip(names, messages, strict=True))
+
+
+def test_what_is_saved_is_not_told() -> None:
+    messages, kept, state = list[str](), KeptValues(), State()
+    divides_by_an_object(nn.Linear(4, 2), batches(messages, state, kept), state)
+    divides_by_an_object(nn.Linear(4, 2), batches(messages, None, kept), nn.Sequential())
+    assert messages == []
