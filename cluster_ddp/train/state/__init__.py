@@ -1,6 +1,6 @@
 """The state of a training run as a checkpoint contains it, and checks that it is complete.
 
-training, counts                  all of it: model, optimizer, scaler, average, task, and how far training is
+training, stateful, counts        all of it: model, optimizer, scaler, average, task, and how far training is
 optimizer, groups, plain          what optimizers hold, also outside their state
 modes, hidden_buffers             what else modules hold: modes, and buffers that state_dict() omits
 packing, stored                   values as JSON and named tensors, and what may be loaded
