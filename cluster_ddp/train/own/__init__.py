@@ -5,7 +5,8 @@ geometry                     which samples a step stands for, and whether an att
 passed_in, kept, twins,      what is saved: the objects the program passes in, the values it keeps, and the buffers
 rank_buffers                 of which each rank has its own
 beginning, blocks, leaving   whether the loop runs in its block, how blocks ended, and how the ranks leave an epoch
-skipped_updates, wrapping    too many skipped updates, and models distributed by something other than DDP
+skipped_updates, by_hand,    too many skipped updates, updates without the optimizer, and models distributed by
+wrapping                     something other than DDP
 program, values              what the program around a loop holds, and the tensors in a value
 
 data/    the batches of its DataLoader, from any position

@@ -3,7 +3,7 @@
 first_steps                              inspects everything the program holds during its first two steps, with:
 carried, copies, overlooked, queues,     state that steps change but that was not passed in
 schedulers, gradients, sources, counts,
-elsewhere, rounds,
+elsewhere, rounds, in_loss,
 other_handlers
 taking, other_loaders, changed_data      how the loop reads its data
 mode                                     a model left in evaluation mode
