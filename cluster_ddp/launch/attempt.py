@@ -95,7 +95,7 @@ def patiently(
     Parameters
     ----------
     unless
-        Whether the job is ended; then storage is not waited for any longer, unless it takes but a moment.
+        Whether the job is ended; then storage is not waited for any longer, unless it responds within seconds.
     too_near
         Whether there is no time to wait at all.
     patience

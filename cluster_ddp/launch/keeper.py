@@ -126,7 +126,7 @@ class Keeper:
         self._end.stop_listening()
         self._allocation.stay_ended(unwanted=self._end.unwanted())
         seconds = NOTICE_SECONDS + _RECORD_SECONDS
-        self._aside(lambda: give_notice(self._run, writer=self._writer), seconds=seconds)
+        self._record_if_possible(lambda: give_notice(self._run, writer=self._writer), seconds=seconds)
 
     def _keep(self) -> KeptStart:
         self._end.listen()
@@ -239,7 +239,7 @@ class Keeper:
         self._end.react_to_all()  # including what arrived while storage blocked this process
         if start is not None and self._storage_answers:
             writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
-            self._aside(
+            self._record_if_possible(
                 lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends),
                 unless=self._end.has_come_too_near,
             )
@@ -328,12 +328,12 @@ class Keeper:
             number = attempts[-1].number if attempts else None
             EventWriter(self._run, self._writer).write(event, attempt=number, **fields)
 
-        self._aside(write)
+        self._record_if_possible(write)
 
     def _record(self, attempt: AttemptDirectory, decision: Decision) -> None:
-        self._aside(lambda: record_decision(attempt, decision, writer=self._writer))
+        self._record_if_possible(lambda: record_decision(attempt, decision, writer=self._writer))
 
-    def _aside(
+    def _record_if_possible(
         self,
         record: Callable[[], object],
         *,
@@ -344,7 +344,7 @@ class Keeper:
         try:
             self._host.within(seconds, record, unless=unless)
         except Exception as error:
-            say(f"{type(error).__name__}: {error}")
+            say(f"could not be recorded: {type(error).__name__}: {error}")
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -96,7 +96,7 @@ def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:
         say(
             f"cluster_ddp: reading the training set ({type(data).__name__}) changes {', '.join(names)}, "
             "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. If it is "
-            "only printed or logged, nothing is wrong; otherwise let a sample depend only on its index and on random "
+            "only printed or logged, ignore this; otherwise let a sample depend only on its index and on random "
             "numbers"
         )
 

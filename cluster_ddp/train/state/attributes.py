@@ -197,7 +197,7 @@ class Attributes(Snapshot):
         return found
 
     def lists_alike(self, again: Attributes) -> set[str]:
-        """The lists of what has other names, too, that have as many elements, of the same names, after a resume."""
+        """Lists of shared objects that a resume gives the same length and the same members."""
         others = {name.rpartition(".")[0] for name in self._aliases.keys() - self.same_aliases(again)}
         lists = self._lists_of_parts.keys() - others
         return {name for name in lists if again.leaves.get(name + LENGTH) == self.leaves[name + LENGTH]}

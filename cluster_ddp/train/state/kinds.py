@@ -78,7 +78,7 @@ def is_small(part: Any, depth: int = _DEPTH) -> bool:
 
 def may_take_turns(value: Any) -> bool:
     """Whether which one of several a name refers to matters, such as the level or the teacher for now."""
-    if isinstance(value, tuple):  # two that are plain may be one by chance
+    if isinstance(value, tuple):  # equal plain tuples may be one object by chance
         return not all(map(is_plain, elements(value)))
     return isinstance(value, (*REFERRED_TO, *SEEN_INTO, np.ndarray, dict, list, set, collections.deque)) or not (
         isinstance(value, frozenset) or is_of_library(value)

@@ -271,7 +271,7 @@ class State:
         return sorted(found)
 
     def other_names(self, name: str) -> set[str]:
-        """How what `unsaved` returns is called among what samples are made from: by its class, or without a module."""
+        """The names that `MadeFrom` may use for what `unsaved` returns: by its class, or without a module."""
         place, _, key = name.rpartition(".")
         if place == "task":
             return {f"{kind.__name__}.{key}" for kind in type(self._also).__mro__}

@@ -45,7 +45,7 @@ from cluster_ddp.train.own.watch.syntax import (
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
 _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
-_CHANGING = {"load_state_dict", "update_parameters"}
+_METHODS_THAT_CHANGE = {"load_state_dict", "update_parameters"}
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
@@ -94,8 +94,8 @@ class Counts:
             first = last_part(min(counts))
             self._warn(
                 f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
-                "starts counting again, so no limit, learning rate or change of a model every so many steps that is "
-                "based on it is exact. Use run.step, the number of finished steps, or keep it: kept = "
+                "starts counting again, so a limit, a learning rate or a periodic change of a model that depends on it "
+                "is not exact. Use run.step, the number of finished steps, or keep it: kept = "
                 f"run.keep({first}=0), and kept.{first} += 1 in the loop"
             )
         if carried := carried - counts:
@@ -141,7 +141,7 @@ def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: i
     for call, name in named:
         owner, _, method = name.rpartition(".")
         with contextlib.suppress(Exception):  # not a variable or an attribute, or no source
-            if method in _CHANGING and isinstance(find(owner), nn.Module):
+            if method in _METHODS_THAT_CHANGE and isinstance(find(owner), nn.Module):
                 return True
             found = find(name)
             if evaluates:
