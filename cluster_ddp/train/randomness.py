@@ -12,7 +12,7 @@ import enum
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -217,20 +217,30 @@ class OwnGenerators:
         Further generators by name, which no object holds. They do not affect how the held ones are seeded.
     depth
         How deep to search.
+    apart_from
+        Generators to leave alone.
     """
 
-    def __init__(self, *holders: Any, around: Mapping[str, Any] | None = None, depth: int = _DEPTH) -> None:
+    def __init__(
+        self,
+        *holders: Any,
+        around: Mapping[str, Any] | None = None,
+        depth: int = _DEPTH,
+        apart_from: Iterable[Any] = (),
+    ) -> None:
         self._holders, self._around, self._depth = holders, around or {}, depth
+        self._apart_from = list(apart_from)
         self.find()
 
     def find(self) -> None:
         """Search again: a holder's `load_state_dict` may have created new ones."""
         known = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
+        others = known.union(map(id, self._apart_from))
         parts = parts_of(*self._holders, depth=self._depth)
-        held = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
+        held = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in others]
         self._found = dict(enumerate(held))
-        known.update(map(id, held))
-        around = {name: generator for name, generator in self._around.items() if id(generator) not in known}
+        others.update(map(id, held))
+        around = {name: generator for name, generator in self._around.items() if id(generator) not in others}
         self._found |= {derive(*name.encode()): generator for name, generator in around.items()}
         self._seeded = known.union(map(id, self._found.values()))
 

@@ -153,7 +153,7 @@ def test_an_optimizer_inside_another_is_kept_and_its_steps_are_seen(tmp_path: Pa
     assert whole is not None
     assert (stopped, resumed) == (None, whole)
     assert [told(calm), told(broken)] == [[], []]
-    assert "none of the optimizers passed in has stepped" in "".join(told(manual))
+    assert told(manual) == [], "updates by hand count as well"
 
 
 def looks_ahead(place: Path) -> None:

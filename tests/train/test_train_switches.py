@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from train_ranks import run_ranks
 from train_tasks import Everything, Plain, job, new_run, train
 
@@ -151,25 +152,34 @@ def test_the_average_has_the_buffers_of_the_model() -> None:
     assert int(kept["num_batches_tracked"]) == 3 and int(kept["code"]) == 4
 
 
-class Pids(Dataset[Tensor]):
+class Rows(Dataset[Tensor]):
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> Tensor:
-        import os
-
-        return torch.tensor(os.getpid())
+        return torch.tensor(float(index))
 
 
 class Workers(Plain):
-    def train_data(self) -> Dataset[Any]:
-        return Pids()
+    """Leaves a file for each process in which it makes a batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def collate(self, samples: list[Any]) -> Any:
+        if get_worker_info() is not None:
+            (self.folder / str(os.getpid())).touch()
+        return super().collate(samples)
 
 
-def test_workers_live_through_the_epochs() -> None:
+def test_workers_live_through_the_epochs(tmp_path: Path) -> None:
     settings = job(train={"epochs": 4, "global_batch": 4, "workers": 1}).train
-    stream = MapStream(Pids(), Workers(), settings, BatchPlan(4, 1, 1, 4), World(0, 0, 1), torch.device("cpu"), print)
-    assert len({int(pid) for _, batch in stream.batches(0, Counts()) for pid in batch}) == 1
+    task, plan = Workers(tmp_path), BatchPlan(4, 1, 1, 4)
+    stream = MapStream(Rows(), task, settings, plan, World(0, 0, 1), torch.device("cpu"), print)
+    batches = stream.batches(0, Counts())
+    next(batches)
+    at_first = set(tmp_path.iterdir())
+    assert len(list(batches)) == 7 and set(tmp_path.iterdir()) == at_first
     stream.close()
 
 

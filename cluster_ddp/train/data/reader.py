@@ -68,10 +68,25 @@ class Reader:
         self._items_per_step = piece if sharded else plan.global_batch
 
     def try_set(self) -> int:
-        """Read the first items until two readings agree, and return their fingerprint; else raise a `DataError`."""
-        draws: list[list[tuple[float, ...]]] = []
+        """Read the first items until two readings agree, and return their fingerprint; else raise a `DataError`.
+
+        The generators that the set holds are seeded only if it does not restart them itself with each pass, as sets
+        that shuffle do.
+        """
         around = generators_around(parts_of(self._data, self._collate))
-        self._generators = OwnGenerators(self._data, getattr(self._collate, "__self__", None), around=around)
+        holders = (self._data, getattr(self._collate, "__self__", None))
+        of_set = OwnGenerators(self._data)
+        self._generators = OwnGenerators(*holders, around=around, apart_from=of_set)
+        try:
+            return self._try_as_seeded()
+        except DataError:
+            if not of_set:
+                raise
+        self._generators = OwnGenerators(*holders, around=around)
+        return self._try_as_seeded()
+
+    def _try_as_seeded(self) -> int:
+        draws: list[list[tuple[float, ...]]] = []
 
         def read() -> int:
             found = fingerprint(self._fingerprints(0, 0, _TRIED))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
@@ -114,8 +115,14 @@ class Counts:
             )
 
     def _is_unkept(self, name: str, frame: FrameType) -> bool:
-        """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise."""
+        """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise.
+
+        What a data set has is compared at a resume.
+        """
         holder, _, key = name.partition("[")
+        owner = holder.rpartition(".")[0]
+        if owner and isinstance(value_of(owner, frame), Dataset):
+            return False
         found = value_of(holder, frame)
         if key:
             if any(found is value for value in self._kept.values.values()):
