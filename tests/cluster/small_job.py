@@ -1,4 +1,4 @@
-"""Small jobs on the real Slurm: digits on 2 nodes with one rank each, two epochs; calm, braked, or with a fault."""
+"""Small jobs on the real Slurm: digits on 2 nodes with one rank each; calm, braked, or with a fault."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 import yaml
 from same_training import assert_same_training
 from slurm_cluster import SlurmCluster
-from training_job import PATIENCE, STEPS_PER_EPOCH, TrainingJob, write_job
+from training_job import PATIENCE, STEPS, TrainingJob, write_job
 
-STEPS = 2 * STEPS_PER_EPOCH
 SMALL: dict[str, dict[str, Any]] = {
-    "train": {"epochs": 2}, "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1},
+    "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1},
 }  # fmt: skip
 ONE_RANK: dict[str, dict[str, Any]] = {"slurm": {"nodes": 1}, "launch": {"procs_per_node": 1}}
 both_ways = pytest.mark.parametrize("via", ["sbatch", "submitit"])

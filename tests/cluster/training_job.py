@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 SAMPLES = 1442
 GLOBAL_BATCH = 48
 STEPS_PER_EPOCH = 31  # the last one is smaller: drop_last is off
-EPOCHS = 4
+EPOCHS = 2
 STEPS = EPOCHS * STEPS_PER_EPOCH
 PATIENCE = 180  # a start has taken 150 s on two cores with a load of 50; where all is well, nothing waits so long
 
