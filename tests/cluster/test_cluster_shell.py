@@ -43,7 +43,7 @@ def test_a_run_completes_whatever_the_shell_holds(cluster: SlurmCluster, tmp_pat
 
 @both_ways_at_length
 def test_what_was_exported_and_what_training_warns_of_is_told(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
-    train = {**SMALL["train"], "epochs": 1, "sync_batchnorm": True}
+    train = {"epochs": 1, "sync_batchnorm": True}
     network = {"profile": "ethernet", "ib_disable": True}
     job = write_job(tmp_path, braked=False, **{**SMALL, "train": train, "network": network})
     exported = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_NTHREADS": "2", "NCCL_DEBUG": "INFO", "NCCL_TIMEOUT": "900"}
