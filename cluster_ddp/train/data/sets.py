@@ -62,9 +62,12 @@ def share_memory(tensors: Iterable[Tensor], holders: Iterable[object]) -> bool:
     storages = [tensor.untyped_storage() for tensor in tensors]
     places = [range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
     for part in parts_of(*holders):
-        found = part.ctypes.data if isinstance(part, np.ndarray) else None
-        if isinstance(part, Tensor) and part.layout is torch.strided:
+        if isinstance(part, np.ndarray):
+            found = part.ctypes.data
+        elif isinstance(part, Tensor) and part.layout is torch.strided:
             found = part.data_ptr()
+        else:
+            continue  # what is no number would be looked for byte by byte
         if any(found in place for place in places):
             return True
     return False
