@@ -41,6 +41,7 @@ class AttemptDirectory:
     stop_file = _Inside("stop")  # exists when training should save and end
     final_stop_file = _Inside("stop.final")  # exists as well when a person has asked for it
     nodes_file = _Inside("nodes.json")  # which arrivals it began with, and the port they meet at
+    steps_file = _Inside("steps.jsonl")  # numbers of the steps that follow its checkpoints, to compare after a resume
     rendezvous_key = _Inside("rendezvous.key")  # with which its nodes authenticate each other; readable by its owner
 
     @property

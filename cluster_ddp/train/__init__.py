@@ -6,10 +6,11 @@ optimizer, schedule, precision    the default optimizer, the learning rate, auto
 model, comm_hooks, buffers, ema   the network and DDP, its buffers, the average of its weights
 evaluation, evaluation_weights    evaluating, with the weights meant for it
 saving, overlap, stop             when to save, what may go on meanwhile, and how the ranks agree to stop
+repeated                          steps that a resume repeats, compared with what they were before
 randomness, inner_parts           seeds, and the generators that objects hold
 refusals, unsuited_optimizers, communicating   what is refused early, and what must run on all ranks
 distributed, meeting              the process group, and one run directory for all ranks
-rank, failure, errors             a rank as a process, and how it fails
+rank, task_rank, failure, errors  a rank as a process, one that trains a task, and how it fails
 deferred_dynamo                   an import that ranks put off until they need it
 script, spawn, public             scripts that join a run, launch_distributed_training, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
         from cluster_ddp.train.deferred_dynamo import defer_dynamo
 
         defer_dynamo()
-        from cluster_ddp.train.trainer import run_rank
+        from cluster_ddp.train.task_rank import run_rank
     end = run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
     fast_exit(end.status, at_once=end.at_once)
 

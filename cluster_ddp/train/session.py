@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.train.distributed import all_gather_object, cleanup_distributed, find_world, hold_group
+from cluster_ddp.train.distributed import (
+    all_gather_object,
+    broadcast_object,
+    cleanup_distributed,
+    find_world,
+    hold_group,
+)
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure
 from cluster_ddp.train.meeting import meet_in
 from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.refusals import refuse_differences
+from cluster_ddp.train.repeated import RepeatedSteps
 from cluster_ddp.train.saving import Saving
 from cluster_ddp.train.state.selfcheck import check_taken_back
 from cluster_ddp.train.state.training import State
-from cluster_ddp.train.stop import StopConsensus, StopDecision
+from cluster_ddp.train.stop import AT_ONCE, StopConsensus, StopDecision
 
 _COMPARED_AFTER = 2  # steps: the second step is the first that starts from an updated state
+_QUICK = 0.5  # seconds of a step that may be computed after a stop
 _RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds to wait after each try to save the last step
 
 
@@ -138,6 +147,8 @@ class Session:
         self.beat = process.beat
         self.decision = StopDecision()  # of all ranks, after the last step or during the evaluation that follows it
         self.saving = Saving(job, directory, writer, attempt, self.world)
+        self.repeated = RepeatedSteps(job, directory, attempt, self.world, self.warn)
+        self.compared: Sequence[Optimizer] = ()  # whose weights are compared where a resume repeats steps
         self._process, self._attempt, self._writer = process, attempt, writer
         self._consensus = self._new_consensus()
         self._state: State | None = None
@@ -145,6 +156,7 @@ class Session:
         self._total_steps = 0
         self._resumed = False
         self._compared_after: int | None = None
+        self._step_begun = self._step_seconds = 0.0
         if differs is not None:
             self.warn(differs)
 
@@ -180,7 +192,9 @@ class Session:
         self.saving.fresh = fresh
         self._state, self._order, self._total_steps = state, order, total_steps
         restored = self.saving.restore(state)
+        self.repeated.begin()
         if restored is not None:
+            self.repeated.resume(restored.step, restored.manifest.attempt)
             self._resumed = True
             self.beat.steps = restored.step
             if restored.manifest.world_size == self.world.world_size:  # otherwise no bits are promised
@@ -232,6 +246,7 @@ class Session:
     def begin_step(self) -> None:
         """Call before computing a step; the ranks exchange their votes while it runs."""
         assert self._state is not None
+        self._step_begun = time.monotonic()
         self._consensus.begin(self.step)
         self.saving.begin_step(self._state)
 
@@ -240,8 +255,11 @@ class Session:
         assert self._state is not None
         step = self.step + 1
         self.beat.step(step)
+        self._step_seconds = time.monotonic() - self._step_begun
         self._state.check_groups()
         self.saving.prepare(self._state, step)
+        if self.compared:
+            self.repeated.note_weights(step, self.compared)
         if step == self._compared_after:
             refuse_differences(f"after step {step} weights or optimizer", self._state.alike())
         self.decision = self._consensus.end(step - 1)
@@ -249,6 +267,7 @@ class Session:
             self.saving.warn_unsaved(self._state)
         elif self.decision.synced:  # about once a second
             self.saving.check_unsaved(self._state)
+            self.repeated.pass_on()
         return self.decision
 
     def goes_on(self) -> Callable[[int], bool]:
@@ -284,6 +303,7 @@ class Session:
         assert self._state is not None and self._order is not None
         before = self.beat.phase
         self.beat.enter(Phase.SAVING)
+        self.repeated.save(self.step)
         self.saving.save(
             self._state,
             step=self.step,
@@ -320,8 +340,14 @@ class Session:
             )
         self.record(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)
 
+    def has_time(self) -> bool:
+        """Whether, after a stop, the loss of one more step is wanted and does not take long; all ranks must call it."""
+        is_quick = self.decision.level < AT_ONCE and self._step_seconds < _QUICK
+        return broadcast_object(is_quick and self.repeated.is_due(self.step + 1))
+
     def close(self) -> None:
         """Free the memory; call on all ranks before the group is destroyed."""
+        self.repeated.close()
         self.saving.close()
         self.beat.enter(Phase.DONE)
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved, scaled_lr
-from cluster_ddp.run.code import kept_search_path, kept_task
+from cluster_ddp.job import BatchPlan, JobSpec, describe_training, scaled_lr
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.communicating import IN_PREPARE, Alone, Communicating
+from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.sets import ids_of_sets
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import all_gather_object, barrier, describe_ranks, find_world
@@ -37,14 +36,16 @@ from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, 
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
-from cluster_ddp.train.session import Outcome, Session, joined_rank
+from cluster_ddp.train.session import Outcome, Session
 from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
 from cluster_ddp.train.stop import AT_ONCE
-from cluster_ddp.train.task import Task, expect_type, load_task
+from cluster_ddp.train.task import Task, expect_type
 from cluster_ddp.train.unsuited_optimizers import refuse_other_passes
 from cluster_ddp.train.update import Update
+
+Batches = Iterator[tuple[MicroBatch, Any]]
 
 
 class Trainer:
@@ -100,21 +101,22 @@ class Trainer:
             An error that the user can fix.
         """
         self._resume()
+        batches = self.stream.batches(self.step, self.state.counts, self.state.at_first)
         try:
-            self._train()
-            return self._end()
+            self._train(batches)
+            return self._end(batches)
         except BaseException as error:
             if isinstance(error, NonFiniteError):  # all ranks raise it after the same step
                 self.log.flush()
             self.log.close(failed=True)
+            self.session.repeated.close()
             raise
         finally:
             self.stream.close()
             self.profiler.close()
 
-    def _train(self) -> None:
+    def _train(self, batches: Batches) -> None:
         """Train until all steps are done, or all ranks agree to stop."""
-        batches = self.stream.batches(self.step, self.state.counts, self.state.at_first)
         self._evaluate_and_save()  # a stop may have interrupted the evaluation of the step that we resume from
         if self.session.decision.stops:
             return
@@ -139,6 +141,7 @@ class Trainer:
             if not micro.last:
                 continue
 
+            self.session.repeated.note(micro.step + 1, self.gradients.last)
             self.gradients.finish()
             self.frozen_layers.check()
             self.overlap.end()
@@ -360,35 +363,28 @@ class Trainer:
 
     # The end.
 
-    def _end(self) -> Outcome:
+    def _end(self, batches: Batches) -> Outcome:
         """Save the last step, wait until it is durable, and report how training ended."""
         self.log.flush()
         decision = self.session.decision
         completed = self.step >= self.stream.total_steps and not self._evaluation_is_due()
         self.session.end(self._save, completed=completed)
+        if decision.stops and not completed and self.session.has_time():
+            self._note_next_loss(batches)
         self.log.close(failed=False, wait=decision.level < AT_ONCE)
         self.session.close()
         return Outcome(completed, self.step, decision.reason, decision.level >= AT_ONCE, dict(self.log.latest))
 
-
-class End(NamedTuple):
-    """How a rank ended."""
-
-    status: int  # 0 if training completed or was stopped, 1 if it failed
-    at_once: bool  # whether to exit without waiting for anything, such as a logger's network
-
-
-def run_rank(run: RunDirectory, attempt: int) -> End:
-    """Run one rank of a run whose job names a task; errors are recorded."""
-    writer = EventWriter(run, on_this_host(f"rank-{find_world().rank}"))
-    try:
-        with joined_rank(run, attempt, lambda: load_resolved(run.job_file), writer=writer) as (job, process):
-            assert job.task is not None
-            seed_everything(derive(Use.BUILD, job.train.seed))
-            if job.launch.snapshot:
-                sys.path[:] = kept_search_path(run, [*sys.path, str(Path.cwd())])
-            task = load_task(kept_task(run, job.task), job.params)
-            outcome = Trainer(job, task, run, attempt, process=process).run()
-    except SystemExit:
-        return End(status=1, at_once=False)
-    return End(status=0, at_once=outcome.at_once)
+    def _note_next_loss(self, batches: Batches) -> None:
+        """Compute the loss of the step that a resume begins with, so that it can be compared; all is saved by now."""
+        self.buffers.send()
+        self.buffers.keep()
+        with contextlib.suppress(Exception):
+            for micro, batch in batches:
+                self.seeds.apply(micro.step, micro.number)
+                with without_sync(self.wrapped, False), self.precision.autocast():
+                    loss = self.task.loss(self.wrapped, batch)
+                if micro.last:
+                    break
+            self.session.repeated.note(micro.step + 1, scalar_loss(loss[0] if isinstance(loss, tuple) else loss))
+        self.buffers.put_back(True)

@@ -250,7 +250,9 @@ def test_items_of_a_stream_that_depend_on_what_training_changes_are_told(kind: s
     changed, warnings = resumed(Choosing, kind, 0, tmp_path)
     assert bool(changed) == (kind == "chosen")
     start = "training changes Labelled.labels, from which samples or batches are made, but a resume reads the items"
-    assert [[message.startswith(start) for message in messages] for messages in warnings] == [[True]] * 3
+    assert all(messages[0].startswith(start) for messages in warnings)
+    repeated = [message.split(":")[0] for messages in warnings for message in messages[1:]]
+    assert repeated == ["the resume is not exact"] * bool(changed)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array", "variable"])
@@ -369,5 +371,6 @@ def test_other_data_are_told_although_the_task_changes_them_too(tmp_path: Path) 
     _, (calm, first, after) = resumed(Exchanged, "subset", 0, tmp_path)
     assert (calm, first) == ([], [])
     assert [message.split(":")[0] for message in after] == [
-        "sample 39 of train_data() has changed since the checkpoint was saved"
+        "sample 39 of train_data() has changed since the checkpoint was saved",
+        "the resume is not exact",
     ]

@@ -266,6 +266,7 @@ class ScriptRun:
         self._block.is_open = False
         with contextlib.suppress(Exception):
             self._close_loop()
+        self._session.repeated.close()
         self._report.close(failed=True)
 
     # Shared by both kinds of loop.
@@ -334,6 +335,8 @@ class ScriptRun:
             self._report = self._open_report()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: mode.check())
+        self._session.repeated.number = "the norm of the weights after"
+        self._session.compared = optimizers
         self._session.record_start()
 
     def _end_loop(self) -> None:

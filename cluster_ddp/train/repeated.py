@@ -1,0 +1,185 @@
+"""Compares the steps that a resume repeats with what they were before it.
+
+What the checks of the first steps cannot see, such as a file that one step writes and a later one reads, shows here:
+the attempt that saved a checkpoint has usually computed some of the steps that follow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cluster_ddp.job import JobSpec
+from cluster_ddp.printing import say
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.reading import MAX_LINES, as_number, parse_lines, read_tail
+from cluster_ddp.train.distributed import World, all_gather_object
+from cluster_ddp.train.metrics.file import LineFile
+from cluster_ddp.train.metrics.losses import HostCopy
+
+_RECORDED = 20  # steps after each checkpoint
+
+
+class RepeatedSteps:
+    """A number of each of the first steps after a checkpoint: rank 0 records it, and compares it after a resume.
+
+    Nothing is compared where the same bits are not promised: with other settings or arguments, more or fewer ranks or
+    threads, another torch, other processors, or on GPUs without deterministic algorithms.
+
+    Parameters
+    ----------
+    warn
+        Reports a difference.
+
+    Attributes
+    ----------
+    number
+        What the number of a step is, for messages.
+    """
+
+    def __init__(
+        self, job: JobSpec, run: RunDirectory | None, attempt: int, world: World, warn: Callable[[str], None]
+    ) -> None:
+        self.number = "the loss of"
+        self._job, self._run, self._attempt, self._world, self._warn = job, run, attempt, world, warn
+        self._circumstances: dict[str, Any] | None = None  # None: nothing is recorded or compared
+        self._saved: int | None = None  # the step of the last checkpoint of this attempt
+        self._source = 0  # the attempt that saved the checkpoint of this resume
+        self._before: dict[int, float] = {}  # its numbers of the steps that follow
+        self._repeated: list[int] = []  # steps that had the same number again
+        self._noted: list[tuple[int, HostCopy | float]] = []
+        self._file: LineFile | None = None
+
+    def begin(self) -> None:
+        """Call before the first step, on all ranks."""
+        if self._run is None:
+            return
+        device = self._world.device
+        is_exact = device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        machines = all_gather_object((is_exact, _machine(device)))
+        if self._world.is_main and all(exact for exact, _ in machines):
+            training = self._job.model_dump(include={"task", "params", "script", "train"}, mode="json")
+            self._circumstances = {
+                "torch": str(torch.__version__),
+                "threads": torch.get_num_threads(),
+                "ranks": _digest([machine for _, machine in machines]),
+                "training": _digest([training, sys.argv[1:]]),
+            }
+
+    def resume(self, step: int, source: int | None) -> None:
+        """Call when the checkpoint of a step, saved by the attempt `source`, has been restored."""
+        if self._circumstances is not None and self._run is not None and source is not None:
+            self._source = source
+            found = _read(self._run.attempt(source).steps_file, self._circumstances)
+            self._before = {later: number for later, number in found.items() if later > step}
+
+    def save(self, step: int) -> None:
+        """Call when a checkpoint is saved."""
+        if self._circumstances is not None:
+            self._saved = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether the number of this step is recorded or compared."""
+        return step in self._before or (self._saved is not None and 0 < step - self._saved <= _RECORDED)
+
+    def note(self, step: int, number: Tensor | float) -> None:
+        """Note the number of a step, counted from 1."""
+        if self.is_due(step):
+            self._noted.append((step, HostCopy(number.reshape(1)) if isinstance(number, Tensor) else number))
+
+    def note_weights(self, step: int, optimizers: Iterable[Optimizer]) -> None:
+        """Note the norm of what optimizers have updated in a step."""
+        if not self.is_due(step):
+            return
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        weights = [parameter.detach() for group in groups for parameter in group["params"]]
+        with contextlib.suppress(RuntimeError):  # of a dtype that has no norm
+            norms = torch._foreach_norm(weights)
+            self.note(step, torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum())
+
+    def pass_on(self) -> None:
+        """Record and compare what has been noted."""
+        noted, self._noted = self._noted, []
+        for step, copy in noted:
+            number = copy.read()[0] if isinstance(copy, HostCopy) else copy
+            if self._saved is not None and math.isfinite(number):
+                self._record(step, number)
+            if step in self._before:
+                self._compare(step, number, self._before.pop(step))
+
+    def close(self) -> None:
+        """Pass on what is left, and close the file."""
+        with contextlib.suppress(Exception):  # an error of the device, which has ended training
+            self.pass_on()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _record(self, step: int, number: float) -> None:
+        if self._file is None:
+            self._open()
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "number": number}))
+
+    def _open(self) -> None:
+        assert self._run is not None
+        folder = self._run.attempt(self._attempt)
+        try:
+            folder.path.mkdir(exist_ok=True)  # a library's attempt has none
+            self._file = LineFile(folder.steps_file)
+        except OSError:
+            self._saved = None  # storage that fails is no reason to stop
+        else:
+            self._file.write(json.dumps(self._circumstances))
+
+    def _compare(self, step: int, number: float, before: float) -> None:
+        if number != before:
+            self._before.clear()
+            self._warn(
+                f"the resume is not exact: {self.number} step {step} was {before!r} in attempt {self._source} and is "
+                f"{number!r} now. Training depends on something that no checkpoint contains, or its code or data have "
+                "changed (see docs/exactness.md)"
+            )
+            return
+        self._repeated.append(step)
+        if not self._before:
+            first, last = self._repeated[0], self._repeated[-1]
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            say(f"cluster_ddp: {self.number} {steps} is the same as before the resume")
+
+
+def _read(path: Path, circumstances: dict[str, Any]) -> dict[int, float]:
+    """The numbers of the steps in a file; none if it was written under other circumstances."""
+    try:
+        lines = parse_lines(read_tail(path, MAX_LINES))
+    except OSError:
+        return {}
+    if not lines or lines[0] != circumstances:
+        return {}
+    found = ((line.get("step"), as_number(line.get("number"))) for line in lines[1:])
+    return {step: number for step, number in found if isinstance(step, int) and number is not None}
+
+
+def _machine(device: torch.device) -> str:
+    """What the bits of a rank's results depend on: its processor, and with a GPU also where it is."""
+    if device.type == "cuda":
+        return f"{platform.node()} {torch.cuda.get_device_name(device)}"
+    model = ""
+    with contextlib.suppress(OSError, StopIteration), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        model = next(line for line in lines if line.startswith("model name"))
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {model.strip()}"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""Steps that a resume repeats are compared with what they were before it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import begin_attempt, told
+from own_loops import new_run as own_run
+from torch import Tensor, nn
+from train_ranks import run_ranks
+from train_tasks import Plain, job, new_run, train
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.train import is_main_process, join_run
+
+SECTIONS: dict[str, Any] = {
+    "train": {"steps": 40, "global_batch": 8},
+    "checkpoint": {"every_steps": 6, "background": False},
+}
+HIDDEN = "STEPS_SO_FAR"  # an environment variable, which no check of the first steps sees
+NOT_EXACT = "the resume is not exact: the loss of step {} was "
+
+
+class Crash(Exception):
+    """Ends an attempt."""
+
+
+class Hidden(Plain):
+    """Depends on how many losses this process has computed, which no checkpoint contains."""
+
+    crash: int | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        computed = int(os.environ.get(HIDDEN, "0"))
+        if computed == self.crash:
+            raise Crash
+        os.environ[HIDDEN] = str(computed + 1)
+        return super().loss(model, batch) * self.factor(computed)
+
+    def factor(self, computed: int) -> float:
+        return 1.0 + computed / 100
+
+
+class Exact(Hidden):
+    def factor(self, computed: int) -> float:
+        return 1.0
+
+
+def interrupted(task: type[Hidden], run: RunDirectory, *, crash: int | None = None, stop_at: int | None = None) -> None:
+    """The first attempt; the losses are counted from 0 again after it, as in a new process."""
+    first = task()
+    first.crash = crash
+    os.environ.pop(HIDDEN, None)
+    if crash is None:
+        train(first, job(**SECTIONS), run, stop_at=stop_at)
+    else:
+        with pytest.raises(Crash):
+            train(first, job(**SECTIONS), run)
+    os.environ.pop(HIDDEN, None)
+
+
+def test_a_difference_is_told_after_a_crash(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    interrupted(Hidden, run, crash=9)
+    train(Hidden(), job(**SECTIONS), run, 1)
+    (message,) = told(run)
+    assert message.startswith(NOT_EXACT.format(7))
+    assert message in capfd.readouterr().err
+
+
+def test_a_difference_is_told_after_a_stop(tmp_path: Path) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    interrupted(Hidden, run, stop_at=8)
+    train(Hidden(), job(**SECTIONS), run, 1)
+    (message,) = told(run)
+    assert message.startswith(NOT_EXACT.format(9))
+
+
+@pytest.mark.parametrize(("how", "steps"), [({"crash": 9}, "steps 7 to 9"), ({"stop_at": 8}, "step 9")])
+def test_an_exact_resume_says_so(
+    how: dict[str, int], steps: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    interrupted(Exact, run, **how)
+    train(Exact(), job(**SECTIONS), run, 1)
+    assert told(run) == []
+    assert f"the loss of {steps} is the same as before the resume" in capfd.readouterr().err
+
+
+def test_nothing_is_compared_with_other_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    interrupted(Hidden, run, crash=9)
+    train(Hidden(), job(**{**SECTIONS, "train": {**SECTIONS["train"], "lr": 0.5}}), run, 1)
+    assert told(run) == []
+    assert "before the resume" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]\n", '{"step": "x"}\n', "\x00" * 50])
+def test_a_damaged_file_does_no_harm(damage: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    interrupted(Exact, run, crash=9)
+    file = run.attempt(0).steps_file
+    for content in (damage, file.read_text().splitlines()[0] + "\n" + damage):
+        file.write_text(content)
+        train(Exact(), job(**SECTIONS), run, 1)
+        assert told(run) == []
+
+
+def resumed_on_ranks(run: RunDirectory, task: str) -> None:
+    kind = {"Hidden": Hidden, "Exact": Exact}[task]
+    interrupted(kind, run, stop_at=8)
+    train(kind(), job(**SECTIONS), run, 1)
+    if is_main_process():
+        messages = told(run)
+        assert len(messages) == (kind is Hidden)
+        assert all(message.startswith("the resume is not exact") for message in messages)
+
+
+@pytest.mark.parametrize("task", ["Hidden", "Exact"])
+def test_a_stop_of_several_ranks(task: str, tmp_path: Path) -> None:
+    run_ranks(resumed_on_ranks, 2, new_run(tmp_path, **SECTIONS), task)
+
+
+def own_loop(place: Path, attempt: int, crash: int | None, factor: float) -> None:
+    """A loop of one's own whose rate is multiplied by `factor` in step 8, as by a file that has changed."""
+    begin_attempt(place, attempt)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in run.steps(12, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            (model(torch.rand(5, 4)).square().mean() * (factor if step == 7 else 1.0)).backward()
+            optimizer.step()
+            if step == crash:
+                raise Crash
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_the_weights_of_a_loop_of_ones_own(factor: float, tmp_path: Path) -> None:
+    run = own_run(tmp_path, every=5)
+    run_ranks(own_loop, 1, run.path, 0, 9, 1.0)
+    run_ranks(own_loop, 1, run.path, 1, None, factor)
+    start = "the resume is not exact: the norm of the weights after step 8 was "
+    assert [message.startswith(start) for message in told(run)] == [True] * (factor != 1.0)
