@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from cluster_ddp.job import JobSpec
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.reading import MAX_LINES, as_number, parse_lines, read_tail
+from cluster_ddp.run.reading import MAX_LINES, as_whole, parse_lines, read_tail
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.metrics.file import LineFile
 from cluster_ddp.train.metrics.losses import HostCopy
 
-_RECORDED = 20  # steps after each checkpoint
+_RECORDED = 1000  # steps after each checkpoint
+_RECORDED_WEIGHTS = 20  # the same, where the norm of the weights has to be computed for it
 
 
 class RepeatedSteps:
@@ -58,7 +59,8 @@ class RepeatedSteps:
         self._source = 0  # the attempt that saved the checkpoint of this resume
         self._before: dict[int, float] = {}  # its numbers of the steps that follow
         self._repeated: list[int] = []  # steps that had the same number again
-        self._noted: list[tuple[int, HostCopy | float]] = []
+        self._noted: dict[int, Tensor | float] = {}
+        self._copied: tuple[list[int], HostCopy] | None = None  # what is on its way from the device
         self._file: LineFile | None = None
 
     def begin(self) -> None:
@@ -89,18 +91,18 @@ class RepeatedSteps:
         if self._circumstances is not None:
             self._saved = step
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, within: int = _RECORDED) -> bool:
         """Whether the number of this step is recorded or compared."""
-        return step in self._before or (self._saved is not None and 0 < step - self._saved <= _RECORDED)
+        return step in self._before or (self._saved is not None and 0 < step - self._saved <= within)
 
     def note(self, step: int, number: Tensor | float) -> None:
         """Note the number of a step, counted from 1."""
         if self.is_due(step):
-            self._noted.append((step, HostCopy(number.reshape(1)) if isinstance(number, Tensor) else number))
+            self._noted[step] = number.detach() if isinstance(number, Tensor) else number
 
     def note_weights(self, step: int, optimizers: Iterable[Optimizer]) -> None:
         """Note the norm of what optimizers have updated in a step."""
-        if not self.is_due(step):
+        if not self.is_due(step, _RECORDED_WEIGHTS):
             return
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         weights = [parameter.detach() for group in groups for parameter in group["params"]]
@@ -109,28 +111,40 @@ class RepeatedSteps:
             self.note(step, torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum())
 
     def pass_on(self) -> None:
-        """Record and compare what has been noted."""
-        noted, self._noted = self._noted, []
-        for step, copy in noted:
-            number = copy.read()[0] if isinstance(copy, HostCopy) else copy
-            if self._saved is not None and math.isfinite(number):
-                self._record(step, number)
-            if step in self._before:
-                self._compare(step, number, self._before.pop(step))
+        """Record and compare what was noted before the last call, and what is on the host already."""
+        if self._copied is not None:
+            steps, copy = self._copied
+            self._copied = None
+            self._take(steps, copy.read())
+        noted, self._noted = self._noted, {}
+        tensors = [number for number in noted.values() if isinstance(number, Tensor)]
+        if tensors:
+            self._copied = list(noted), HostCopy(torch.stack(tensors))
+        elif noted:
+            self._take(list(noted), [float(number) for number in noted.values()])
 
     def close(self) -> None:
-        """Pass on what is left, and close the file."""
+        """Record and compare what is left, and close the file."""
         with contextlib.suppress(Exception):  # an error of the device, which has ended training
             self.pass_on()
+            self.pass_on()
+        self._say()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _record(self, step: int, number: float) -> None:
+    def _take(self, steps: list[int], numbers: list[float]) -> None:
+        if self._saved is not None:
+            self._record(steps, numbers)
+        for step, number in zip(steps, numbers, strict=True):
+            if step in self._before:
+                self._compare(step, number, self._before.pop(step))
+
+    def _record(self, steps: list[int], numbers: list[float]) -> None:
         if self._file is None:
             self._open()
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, "number": number}))
+            self._file.write(json.dumps({"steps": steps, "numbers": [repr(number) for number in numbers]}))
 
     def _open(self) -> None:
         assert self._run is not None
@@ -144,19 +158,25 @@ class RepeatedSteps:
             self._file.write(json.dumps(self._circumstances))
 
     def _compare(self, step: int, number: float, before: float) -> None:
-        if number != before:
-            self._before.clear()
-            self._warn(
-                f"the resume is not exact: {self.number} step {step} was {before!r} in attempt {self._source} and is "
-                f"{number!r} now. Training depends on something that no checkpoint contains, or its code or data have "
-                "changed (see docs/exactness.md)"
-            )
+        if number == before or (math.isnan(number) and math.isnan(before)):
+            self._repeated.append(step)
+            if not self._before:
+                self._say()
             return
-        self._repeated.append(step)
-        if not self._before:
-            first, last = self._repeated[0], self._repeated[-1]
+        self._before.clear()
+        self._repeated.clear()
+        self._warn(
+            f"the resume is not exact: {self.number} step {step} was {before!r} in attempt {self._source} and is "
+            f"{number!r} now. Training depends on something that no checkpoint contains, or its code or data have "
+            "changed (see docs/exactness.md)"
+        )
+
+    def _say(self) -> None:
+        if self._repeated:
+            first, last = min(self._repeated), max(self._repeated)
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
             say(f"cluster_ddp: {self.number} {steps} is the same as before the resume")
+            self._repeated.clear()
 
 
 def _read(path: Path, circumstances: dict[str, Any]) -> dict[int, float]:
@@ -165,10 +185,21 @@ def _read(path: Path, circumstances: dict[str, Any]) -> dict[int, float]:
         lines = parse_lines(read_tail(path, MAX_LINES))
     except OSError:
         return {}
-    if not lines or lines[0] != circumstances:
-        return {}
-    found = ((line.get("step"), as_number(line.get("number"))) for line in lines[1:])
-    return {step: number for step, number in found if isinstance(step, int) and number is not None}
+    found: dict[int, float] = {}
+    if lines and lines[0] == circumstances:
+        for line in lines[1:]:
+            steps, numbers = line.get("steps"), line.get("numbers")
+            if isinstance(steps, list) and isinstance(numbers, list):
+                pairs = ((as_whole(step), _as_float(number)) for step, number in zip(steps, numbers, strict=False))
+                found |= {step: number for step, number in pairs if step is not None and number is not None}
+    return found
+
+
+def _as_float(text: Any) -> float | None:
+    try:
+        return float(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 def _machine(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train import is_main_process, join_run
 
 SECTIONS: dict[str, Any] = {
-    "train": {"steps": 40, "global_batch": 8},
+    "train": {"steps": 16, "global_batch": 8},
     "checkpoint": {"every_steps": 6, "background": False},
 }
 HIDDEN = "STEPS_SO_FAR"  # an environment variable, which no check of the first steps sees
@@ -100,7 +100,9 @@ def test_nothing_is_compared_with_other_settings(tmp_path: Path, capfd: pytest.C
     assert "before the resume" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1]\n", '{"step": "x"}\n', "\x00" * 50])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[1]\n", '{"steps": ["x", 3], "numbers": [7, "?"]}\n', '{"steps": 7}\n', "\x00" * 50]
+)
 def test_a_damaged_file_does_no_harm(damage: str, tmp_path: Path) -> None:
     run = new_run(tmp_path, **SECTIONS)
     interrupted(Exact, run, crash=9)
