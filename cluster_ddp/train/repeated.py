@@ -180,18 +180,20 @@ class RepeatedSteps:
 
 
 def _read(path: Path, circumstances: dict[str, Any]) -> dict[int, float]:
-    """The numbers of the steps in a file; none if it was written under other circumstances."""
+    """The numbers of the steps in a file that were written under these circumstances."""
     try:
         lines = parse_lines(read_tail(path, MAX_LINES))
     except OSError:
         return {}
     found: dict[int, float] = {}
-    if lines and lines[0] == circumstances:
-        for line in lines[1:]:
-            steps, numbers = line.get("steps"), line.get("numbers")
-            if isinstance(steps, list) and isinstance(numbers, list):
-                pairs = ((as_whole(step), _as_float(number)) for step, number in zip(steps, numbers, strict=False))
-                found |= {step: number for step, number in pairs if step is not None and number is not None}
+    is_alike = False
+    for line in lines:
+        steps, numbers = line.get("steps"), line.get("numbers")
+        if not isinstance(steps, list) or not isinstance(numbers, list):
+            is_alike = line == circumstances
+        elif is_alike:
+            pairs = ((as_whole(step), _as_float(number)) for step, number in zip(steps, numbers, strict=False))
+            found |= {step: number for step, number in pairs if step is not None and number is not None}
     return found
 
 
