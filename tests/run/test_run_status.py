@@ -13,7 +13,7 @@ from run_builders import begin, begin_dead, slurm_job
 from cluster_ddp.cli import list as cli_list
 from cluster_ddp.cli import status as cli_status
 from cluster_ddp.run.attempt_record import end_attempt
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.status import describe
 from cluster_ddp.slurm.commands import parse_queue
@@ -93,15 +93,21 @@ def test_nodes_that_give_no_sign_of_life_are_told_while_it_trains(run: RunDirect
     assert describe(run, {"12": slurm_job("PENDING")}).reason != told
 
 
-def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
-    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def begin_on_two_nodes(run: RunDirectory, say: Say) -> AttemptDirectory:
+    """An attempt of a job whose two node programs have just given a sign of life."""
     attempt = begin(run, slurm_job_id="12")
     say("started", 0, at=0, step=0)
     for node in range(2):
         say("node-started", 0, node=node, host=f"n{node}")
         attempt.alive_file(node).parent.mkdir(exist_ok=True)
         attempt.alive_file(node).touch()
+    return attempt
+
+
+def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begin_on_two_nodes(run, say)
     here = time.time
     monkeypatch.setattr(time, "time", lambda: here() - 3600)
     assert describe(run, {"12": slurm_job("RUNNING")}).reason is None
@@ -113,12 +119,7 @@ def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
 def test_no_node_is_silent_because_the_clock_here_is_ahead_of_the_storages(
     run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = begin(run, slurm_job_id="12")
-    say("started", 0, at=0, step=0)
-    for node in range(2):
-        say("node-started", 0, node=node, host=f"n{node}")
-        attempt.alive_file(node).parent.mkdir(exist_ok=True)
-        attempt.alive_file(node).touch()
+    attempt = begin_on_two_nodes(run, say)
     before = sorted(attempt.path.iterdir())
     here = time.time
     monkeypatch.setattr(time, "time", lambda: here() + 3600)
