@@ -89,7 +89,7 @@ def test_an_exact_resume_says_so(
     interrupted(Exact, run, **how)
     train(Exact(), job(**SECTIONS), run, 1)
     assert told(run) == []
-    assert f"the loss of {steps} is the same as before the resume" in capfd.readouterr().err
+    assert f"the loss of {steps} is the same as before the resume" in capfd.readouterr().out
 
 
 def test_nothing_is_compared_with_other_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_nothing_is_compared_with_other_settings(tmp_path: Path, capfd: pytest.C
     interrupted(Hidden, run, crash=9)
     train(Hidden(), job(**{**SECTIONS, "train": {**SECTIONS["train"], "lr": 0.5}}), run, 1)
     assert told(run) == []
-    assert "before the resume" not in capfd.readouterr().err
+    assert "before the resume" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
