@@ -52,7 +52,7 @@ class RepeatedSteps:
     def __init__(
         self, job: JobSpec, run: RunDirectory | None, attempt: int, world: World, warn: Callable[[str], None]
     ) -> None:
-        self.number = "the loss of"
+        self.number = "the loss at"
         self._job, self._run, self._attempt, self._world, self._warn = job, run, attempt, world, warn
         self._circumstances: dict[str, Any] | None = None  # None: nothing is recorded or compared
         self._saved: int | None = None  # the step of the last checkpoint of this attempt

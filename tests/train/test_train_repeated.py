@@ -23,7 +23,7 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": {"every_steps": 6, "background": False},
 }
 HIDDEN = "STEPS_SO_FAR"  # an environment variable, which no check of the first steps sees
-NOT_EXACT = "the resume is not exact: the loss of step {} was "
+NOT_EXACT = "the resume is not exact: the loss at step {} was "
 
 
 class Crash(Exception):
@@ -89,7 +89,7 @@ def test_an_exact_resume_says_so(
     interrupted(Exact, run, **how)
     train(Exact(), job(**SECTIONS), run, 1)
     assert told(run) == []
-    assert f"the loss of {steps} is the same as before the resume" in capfd.readouterr().out
+    assert f"the loss at {steps} is the same as before the resume" in capfd.readouterr().out
 
 
 def test_nothing_is_compared_with_other_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,5 +148,5 @@ def test_the_weights_of_a_loop_of_ones_own(factor: float, tmp_path: Path) -> Non
     run = own_run(tmp_path, every=5)
     run_ranks(own_loop, 1, run.path, 0, 9, 1.0)
     run_ranks(own_loop, 1, run.path, 1, None, factor)
-    start = "the resume is not exact: the norm of the weights after step 8 was "
+    start = "the resume is not exact: the norm of the weights at step 8 was "
     assert [message.startswith(start) for message in told(run)] == [True] * (factor != 1.0)

@@ -335,7 +335,7 @@ class ScriptRun:
             self._report = self._open_report()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: mode.check())
-        self._session.repeated.number = "the norm of the weights after"
+        self._session.repeated.number = "the norm of the weights at"
         self._session.compared = optimizers
         self._session.record_start()
 
