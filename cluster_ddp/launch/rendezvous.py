@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cluster_ddp.launch.agent_failure import HAVE_COME, HAVE_MET
 from cluster_ddp.process import host_name
-from cluster_ddp.run.attempt import KEY_BYTES
+from cluster_ddp.run.directory import KEY_BYTES
 from cluster_ddp.run.reading import read_file
 
 SIGNED = "c10d-signed"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, read_attempt
 from cluster_ddp.run.decision import Decision, decide, record_decision
-from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.directory import KEY_BYTES, AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, login_writer
@@ -19,8 +19,6 @@ from cluster_ddp.run.record import add_slurm_job, update_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
-
-KEY_BYTES = 32  # of the key with which the nodes of an attempt authenticate each other
 
 
 def begin_attempt(

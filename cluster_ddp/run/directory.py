@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster_ddp.run.errors import RunError
 
 MANIFEST = "manifest.json"  # of a checkpoint, in its folder
+KEY_BYTES = 32  # of the key with which the nodes of an attempt authenticate each other
 SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that contains its runs
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 

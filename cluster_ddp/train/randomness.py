@@ -29,6 +29,7 @@ _POSITIVE_INT = (1 << 31) - 1
 _WATCHED, _KNOWN = 1, 64  # a seed, and how many of the numbers that are drawn after it are known
 _LOOKS = 2  # before and after
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched for generators, and the longest lists that are searched
+_NOT_SEARCHED = (Tensor, np.ndarray, type, ModuleType, *GENERATORS)
 
 
 class Use(enum.IntEnum):
@@ -165,12 +166,13 @@ def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """
     seen: set[int] = set()
     level: list[Any] = list(holders)
+    unless_it_fails = contextlib.suppress(Exception)
     for _ in range(depth):
         inner: list[Any] = []
         for value in level:
             if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
-                with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
+                with unless_it_fails:  # it may have no attributes, although it has a class
                     inner += (part for part in _parts(value) if type(part) not in PLAIN)  # most are, and have no parts
                 yield value
         level = inner
@@ -184,7 +186,7 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from elements(value)
         own = getattr(value, "__dict__", {})  # of a derived class; it may be the dict itself
         yield from own.values() if len(own) <= _WIDTH else ()
-    elif not isinstance(value, (Tensor, np.ndarray, type, ModuleType, *GENERATORS)) and not _is_of_training(value):
+    elif not isinstance(value, _NOT_SEARCHED) and not _is_of_training(value):
         yield from (part for _, part in inner_parts(value))
 
 

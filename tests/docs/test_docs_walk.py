@@ -90,10 +90,10 @@ def test_the_walk(cluster: SlurmCluster, tmp_path: Path) -> None:
             continue
         if command.words == ["status", "job-sweep"]:
             cluster.wait_for(
-                lambda: states("job-sweep") == ["COMPLETED"] * 2, PATIENCE, "the sweep is complete", every=1
+                lambda: states("job-sweep") == ["COMPLETED"] * 2, PATIENCE, "the sweep is complete", every=2
             )
         elif command.words[0] == "resume":
-            cluster.wait_for(lambda: states("job") == ["STOPPED"], PATIENCE, "the run has stopped", every=1)
+            cluster.wait_for(lambda: states("job") == ["STOPPED"], PATIENCE, "the run has stopped", every=2)
         elif command.words[0] == "clean":
             for launched, process in by_hand:
                 out, _ = process.communicate(timeout=PATIENCE)

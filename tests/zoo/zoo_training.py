@@ -1,4 +1,4 @@
-"""Trains a case of the zoo twice, once in one go and once with crashes, and compares the two bit by bit."""
+"""Trains a case of the zoo in one go, and again from what a crash would have left, and compares the two bit by bit."""
 
 from __future__ import annotations
 
@@ -73,8 +73,12 @@ _MADE: WeakKeyDictionary[Task, Optimizer] = WeakKeyDictionary()
 class ZooTask(Task):
     """A case as a task; `crash` is the step that raises.
 
+    At the step of `left`, the run's directory is copied: what a machine that dies at that moment leaves.
+
     The tables are imported by its methods: in all that a task's module imports, the trainer looks for what changes.
     """
+
+    left: tuple[int, str] | None = None  # a step, and the place of the copy
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         self.case, self.crash = case, crash
@@ -107,6 +111,8 @@ class ZooTask(Task):
         assert self.trainer is not None
         if self.trainer.step == self.crash:
             raise Crash
+        if self.left is not None and self.trainer.step == self.left[0]:
+            self._leave(Path(self.left[1]))
         inputs, labels = batch.values() if isinstance(batch, dict) else batch
         targets = getattr(self.trainer.model, "targets", None)
         hints = targets(inputs) if targets is not None else 0.0  # before DDP sends the buffers of rank 0
@@ -114,6 +120,11 @@ class ZooTask(Task):
         value = loss[0] if isinstance(loss, tuple) else loss
         self.losses[self.trainer.step] = float(value.detach())
         return loss
+
+    def _leave(self, place: Path) -> None:
+        assert self.trainer is not None and self.trainer.directory is not None
+        if is_main_process() and not place.exists():  # the other ranks wait for this one's gradients
+            shutil.copytree(self.trainer.directory.path, place)
 
 
 @dataclass(frozen=True)
@@ -170,17 +181,19 @@ def judge(
 ) -> Verdict:
     """Train a case on the ranks of this group, calmly and through crashes; `folder` is this case's own.
 
-    In the end the two checkpoints must be alike: a later crash could find nothing else.
+    The first crash is that of the calm training: it goes on, and so does an attempt from what lay on the disk then. In
+    the end the two checkpoints must be alike: a later crash could find nothing else.
     """
     job = job_of(case)
     crashes = tuple(crash for crash in crashes if crash < case.train.get("steps", STEPS))
     trainer: Trainer | None = None
     resumes = False
 
-    def attempt(run: RunDirectory, number: int, crash: int | None) -> ZooTask:
+    def attempt(run: RunDirectory, number: int, crash: int | None, left: tuple[int, str] | None = None) -> ZooTask:
         nonlocal trainer, resumes
         trainer, resumes = None, number > 0
         task = make(case, crash)
+        task.left = left
         task.trainer = trainer = Trainer(job, task, run, number)
         try:
             trainer.run()
@@ -191,18 +204,20 @@ def judge(
         return task
 
     try:
-        calm = _new_run(job, folder / "calm")
-        broken = _copy_of(calm, folder / "broken")
-        whole = attempt(calm, 0, None)
-        parts = [attempt(broken, number, crash) for number, crash in enumerate((*crashes, None))]
+        calm, broken = _new_run(job, folder / "calm"), RunDirectory(folder / "broken")
+        whole = attempt(calm, 0, None, (crashes[0], str(broken.path)) if crashes else None)
+        if not crashes:
+            return Verdict()
+        parts = [attempt(broken, number, crash) for number, crash in enumerate((*crashes[1:], None), start=1)]
     except ClusterDDPError as error:
         return Verdict(refused=str(error), refused_at=None if resumes else -1 if trainer is None else trainer.step)
     except Exception as error:
         return Verdict(error=_last_line(error))
-    losses: dict[int, float] = {}  # not step 0's of a resumed attempt, which only settles DDP's buckets with it
+    losses: dict[int, float] = {}  # not step 0's, which only settles DDP's buckets
     for part in parts:
-        losses.update({step: loss for step, loss in part.losses.items() if step not in losses or step > 0})
-    different = [f"the loss of step {step}" for step in whole.losses if whole.losses[step] != losses.get(step)]
+        losses.update({step: loss for step, loss in part.losses.items() if step > 0})
+    lost = {step: loss for step, loss in whole.losses.items() if step in losses or step >= crashes[0]}
+    different = [f"the loss of step {step}" for step, loss in lost.items() if losses.get(step) != loss]
     different += differences(live_state(whole), live_state(parts[-1]))
     different += differences(saved_state(calm), saved_state(broken))
     return Verdict(different=tuple(different))
@@ -213,12 +228,6 @@ def _new_run(job: JobSpec, folder: Path) -> RunDirectory:
     run = broadcast_object(made)
     assert run is not None
     return run
-
-
-def _copy_of(run: RunDirectory, place: Path) -> RunDirectory:
-    if is_main_process():
-        shutil.copytree(run.path, place)
-    return RunDirectory(place)
 
 
 def _last_line(error: BaseException) -> str:

@@ -6,8 +6,18 @@ import contextlib
 import gc
 import inspect
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
-from types import FrameType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +31,10 @@ _Found = TypeVar("_Found")
 _OURS = __name__.partition(".")[0]
 _WIDTH = 2000  # a list or dict with more parts is not searched
 _MOST = 50_000  # objects searched per level: 0.1 s
+# Most objects are of these classes, none of which is searched for; those of derived classes are.
+_COMMON = {dict, list, tuple, set, FunctionType, FrameType, CellType, type, WrapperDescriptorType, MethodDescriptorType,
+           BuiltinFunctionType, GetSetDescriptorType, weakref.ref, property, staticmethod}  # fmt: skip
+_searches: list[list[Any]] = []  # what the innermost block of `one_search` has found
 
 
 def running_frames() -> Iterator[FrameType]:
@@ -51,7 +65,28 @@ def running_variables() -> list[tuple[str, Any]]:
 
 def living(*kinds: type) -> list[Any]:
     """All objects of these classes and of those derived from them, wherever the program holds them."""
-    return [held for held in gc.get_objects() if issubclass(type(held), kinds)]  # `isinstance` would ask the objects
+    objects = _searched_once() if _searches else gc.get_objects()
+    return [held for held in objects if issubclass(type(held), kinds)]  # `isinstance` would ask the objects
+
+
+@contextlib.contextmanager
+def one_search() -> Iterator[None]:
+    """Let all calls of `living` in the block share one search, which takes 50 ms or more: torch makes 200,000 objects.
+
+    Until the block ends, what has been found lives on, and what is created since is not found.
+    """
+    _searches.append([])
+    try:
+        yield
+    finally:
+        _searches.pop()
+
+
+def _searched_once() -> list[Any]:
+    found = _searches[-1]
+    if not found:
+        found += [held for held in gc.get_objects() if type(held) not in _COMMON]
+    return found
 
 
 def found_or_nothing(search: Iterator[_Found]) -> list[_Found]:

@@ -96,8 +96,14 @@ def is_of_user(name: str) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         return True
-    *_, folder = Path(file).parents[: name.count(".") + 1 + hasattr(module, "__path__")]
-    return not _has_installed(folder)
+    return not _is_installed(file, name.count(".") + 1 + hasattr(module, "__path__"))
+
+
+@functools.cache
+def _is_installed(file: str, depth: int) -> bool:
+    """Whether a file lies so deep in a folder of installed packages."""
+    *_, folder = Path(file).parents[:depth]
+    return _has_installed(folder)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from cluster_ddp.train.comm_hooks import CommHooks
 from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.passed_in import PassedIn
+from cluster_ddp.train.own.program import one_search
 from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
@@ -56,8 +57,9 @@ class FirstSteps:
     def end_step(self) -> None:
         """Call after each update, from within the iterator from which the loop takes its next batch."""
         if self._rounds:
-            for call in self._rounds.pop(0):
-                call()
+            with one_search():
+                for call in self._rounds.pop(0):
+                    call()
 
 
 def first_steps_of(

@@ -17,6 +17,7 @@ from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.watch.rounds import begins_at_place
 
 _COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
+_TAKING = {GeneratorType, *_COUNTING}
 _BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may be between a loop and its loader
 _BEGINS = ("GET_ITER", "GET_YIELD_FROM_ITER")
 _DEPTH = 4
@@ -100,15 +101,16 @@ class Taking:
                 "pin_memory read ahead exactly"
             )
         self._is_updated, self._is_from_place = True, begins_at_place(self._step())
-        for held in (held for held in gc.get_objects() if type(held) is GeneratorType):
-            if _is_endless(held, batches):
+        around = [held for held in gc.get_objects() if type(held) in _TAKING]
+        for held in around:
+            if type(held) is GeneratorType and _is_endless(held, batches):
                 raise TrainError(
                     f"the generator {held.__name__}() goes over the resumable loader again and again, which gives the "
                     "batches of an epoch once, and after a resume those that are left: put `for epoch in "
                     "loader.epochs():` around `for batch in loader:` there instead of `while True:`, and ask it for "
                     "batches until it ends"
                 )
-        for counting in (held for held in gc.get_objects() if type(held) in _COUNTING):
+        for counting in (held for held in around if type(held) in _COUNTING):
             if _leads_to(counting, batches, _DEPTH) and (type(counting) is not zip or _begins_again(counting)):
                 self._warn(f"{type(counting).__name__}() over the resumable loader {_REMEDIES[type(counting)]}")
 
