@@ -48,7 +48,7 @@ class Attributes(Snapshot):
             if name.removesuffix(GRADIENT) in in_optimizers or GROUPS in name:
                 if before() is gradient and version_before != version:  # it has been added to
                     replaced.add(name)
-            elif now._is_bare(name) and _is_nonzero(gradient):  # who gave it none to step it reads its gradient
+            elif now._is_bare(name) and is_nonzero(gradient):  # who gave it none to step it reads its gradient
                 replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
@@ -85,10 +85,11 @@ class Attributes(Snapshot):
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
 
-    def gradients(self) -> dict[int, tuple[Tensor, str]]:
-        """The gradients of tensors, with what holds these, by id."""
-        found = ((name, held()) for name, (held, _) in self._gradients.items())
-        return {id(gradient): (gradient, self.holders[name]) for name, gradient in found if gradient is not None}
+    def gradients(self) -> dict[str, tuple[Tensor, str]]:
+        """The tensors that have a gradient, by its name, with what holds them."""
+        tensors = {name: self.leaves[name.removesuffix(GRADIENT)] for name in self._gradients}
+        still = {name for name, (held, _) in self._gradients.items() if held() is not None}
+        return {name: (tensors[name], self.holders[name]) for name in still if tensors[name].grad is not None}
 
     def _is_bare(self, name: str) -> bool:
         return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules
@@ -282,7 +283,8 @@ def _is_alike(value: Any, leaf: Any) -> bool:
     return is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
 
 
-def _is_nonzero(gradient: Tensor) -> bool:
+def is_nonzero(gradient: Tensor) -> bool:
+    """Whether a gradient, which may be sparse, has an element that is not zero."""
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 
