@@ -333,6 +333,26 @@ def test_gradients_that_are_set_to_zero_are_not_told(tmp_path: Path, capfd: pyte
     assert told(SetsToZero, tmp_path, capfd, steps=6) == []
 
 
+class NamesParts(ZooTask):
+    """Gives parts of the model names in each step; one only if it has none yet."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        inner: Any = self.trainer.model
+        self.encoder, self.weight, self.weights = inner[0], inner[0].weight.data, list(inner.parameters())
+        if not hasattr(self, "chosen"):
+            self.chosen = inner[0 if self.trainer.step < 3 else 2]
+        if self.trainer.step == 3:
+            self.late = inner[2]
+        return super().loss(model, batch) * (1 + self.chosen.weight.mean())
+
+
+def test_parts_of_the_model_that_each_step_names_are_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(NamesParts, tmp_path, capfd, steps=5) == ["task.chosen", "task.late"]
+
+
 class Scripted(ZooTask):
     """Its model has a scripted part."""
 

@@ -104,6 +104,13 @@ class Attributes(Snapshot):
             if name.rpartition(".")[0] + LENGTH not in self.leaves
         }
 
+    def refers_to_known(self, holder: str) -> bool:
+        """Whether it is nothing but a part of what is saved anyway, or a list or dict of such parts."""
+        leaves = (name for name, held in self.holders.items() if held == holder and name in self.leaves)
+        firsts = [first for name, first in self._aliases.items() if name == holder or name.startswith(f"{holder}.")]
+        are_known = all(first in self._known and "." in first for first in firsts)
+        return bool(firsts) and are_known and all(name.endswith(LENGTH) for name in leaves)
+
     def unsaved(
         self,
         changed: Iterable[str],
@@ -205,7 +212,7 @@ class Attributes(Snapshot):
 
     @functools.cached_property
     def _owners(self) -> dict[str, int]:
-        return {name: key for key, name in self._seen.items() if isinstance(name, str)}
+        return {name: key for key, name in self._seen.items() if isinstance(key, int)}
 
     def _mark(self, name: str) -> Any:
         """What tells the value that a leaf had from others."""

@@ -34,6 +34,7 @@ from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
+from cluster_ddp.train.state.places import place_of_tensor
 from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
@@ -309,10 +310,11 @@ class State:
             holders |= {f"the model given to loss().{key}": value for key, value in own.items()}
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
-        known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
+        known: dict[Any, str] = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
         for name, module in modules.items():
-            held = {**module._parameters, **module._buffers}
-            known |= {id(module): name} | {id(tensor): f"{name}.{key}" for key, tensor in held.items()}
+            held = {f"{name}.{key}": tensor for key, tensor in {**module._parameters, **module._buffers}.items()}
+            known |= {place_of_tensor(tensor): key for key, tensor in held.items() if tensor is not None}
+            known |= {id(module): name} | {id(tensor): key for key, tensor in held.items()}
         return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:

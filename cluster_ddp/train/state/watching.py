@@ -15,6 +15,7 @@ from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.state.attributes import Attributes, is_nonzero
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
@@ -135,10 +136,12 @@ class Watch:
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
-        found = {name for name, does in self._comes_back.items() if not does} | self._read
+        changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
+        is_first = len(looks) > 1
+        set_anew = self._set_anew(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
+        found = {name for name, does in self._comes_back.items() if not does and name not in set_anew} | self._read
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
-        changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         kept: set[str] = set()  # of these, those that the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
@@ -148,7 +151,7 @@ class Watch:
             found.update(holders[name] for name in lost)
             skipped = {name for name in changed if holders[name] in self._comes_back} - comes_back
             skipped |= lost | self._made_again | self._cleared
-            changed = [name for name in changed if name not in skipped]
+            changed = [name for name in changed if name not in skipped and holders[name] not in set_anew]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
             kept.update(set(tested).intersection(comes_back).difference(changed))
@@ -253,6 +256,16 @@ class Watch:
         made = {name for name in frames if not is_same(self._at_first[name], again.leaves[name])}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
+
+    def _set_anew(self, now: Attributes, changed: set[str | None]) -> set[str]:
+        """Attributes that the first step has given the task, and that are nothing but parts of the model.
+
+        A resume gives it the same, unless they are others now, or steps ask whether they are there.
+        """
+        new = {holder for holder in now.holders.values() if holder.startswith("task.")} - changed
+        new -= {f"task.{key}" for key in self._first_names}
+        found = {holder for holder in new if now.refers_to_known(holder)}
+        return {name for name in found if not is_asked_for(type(self._task), name.removeprefix("task."))}
 
     def _first(self, key: str) -> Any:
         return self._looks[0][0].leaves.get(f"task.{key}", _NOTHING)
