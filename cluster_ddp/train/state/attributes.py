@@ -186,7 +186,9 @@ class Attributes(Snapshot):
             _is_alike(form, leaf)
             for form in _forms_of(self.leaves.get(name))
             for place, leaf in saved.leaves.items()
-            if (place in before.leaves and not _is_element(place))
+            if _may_be_alike(form, leaf)
+            and place in before.leaves
+            and not _is_element(place)
             and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
         )
 
@@ -284,6 +286,13 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
         return value.name, value.value
     is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
     return (value, value.item()) if is_number else (value,)
+
+
+def _may_be_alike(value: Any, leaf: Any) -> bool:
+    """Whether two leaves are of the same kind and shape, which costs little to find out."""
+    if isinstance(value, Tensor):
+        return isinstance(leaf, Tensor) and leaf.shape == value.shape
+    return type(leaf) is type(value)
 
 
 def _is_alike(value: Any, leaf: Any) -> bool:

@@ -20,6 +20,7 @@ from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
+from cluster_ddp.train.refusals import refuse_expanded
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.held import (
@@ -378,12 +379,7 @@ class State:
                 )
             # The task may change other parameters at any time, such as a frozen teacher's in loss().
             named[f"model.{name}"] = value if id(value) in held else value.detach()
-        for name, strides in zip(named, (named.looks() or {}).get("stride", ()), strict=False):
-            if 0 in strides and _is_expanded(named[name]):
-                raise TaskError(
-                    f"the model's '{name.removeprefix('model.')}' is expanded: its elements share their memory and "
-                    "cannot be put back one by one; register it with .expand(...).contiguous()"
-                )
+        refuse_expanded(named)
         if self._ema is not None:
             named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
         return named, extra_state
@@ -393,10 +389,6 @@ class State:
             return {}
         with self._communicating.watched():
             return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
