@@ -82,7 +82,7 @@ class MadeFrom:
         trained = set() if model is None else {id(module) for module in model.modules()}
         but = trained if put_back_by is not None else set[int]()
         self._sources, self._why = [_Source(source, trained, but) for source in sources], why
-        self._is_read_here, self._task = is_read_here, put_back_by
+        self._is_read_here, self._task, self._model = is_read_here, put_back_by, model
         self._held = dict(getattr(put_back_by, "__dict__", {}))
         self._first = self._marks()
         self._replaced: set[str] = set()  # what load_state_dict() of the task puts another object in the place of
@@ -124,6 +124,29 @@ class MadeFrom:
         if self._task is not None:  # what the task itself holds, the copy may have replaced in itself only
             self._found &= {name for name in self._changed_since(self._first) if not name.startswith(self._of_task())}
             self._replaced = self._names_of_replaced(before, vars(copy))
+
+    def is_only_of_samples(self, name: str, others: set[str]) -> bool:
+        """Whether the code of the data set uses something that the code of steps does not, such as a cache.
+
+        Then only samples can depend on it, and those of a map-style set are checked where they are read.
+
+        Parameters
+        ----------
+        name, others
+            Its name as an attribute of the task, or as a variable, and other names of it.
+        """
+        if self._task is None or not self._sources:
+            return False
+        *_, key = name.split(".")
+        if self._steps.mentions(key):
+            return False
+        held = vars(self._task).get(key) if name.startswith("task.") else None
+        parts = [found for source in self._sources for found in source.values()]
+        return any(other in others or (held is not None and part is held) for other, part in parts)
+
+    @functools.cached_property
+    def _steps(self) -> _Source:
+        return _Source([getattr(self._task, "loss", None), self._model], set(), set(), writes=True)
 
     def _of_task(self) -> tuple[str, ...]:
         return tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
@@ -177,15 +200,21 @@ class _Source:
         Ids of the modules of the model that is trained.
     but
         Ids of what is not looked at.
+    writes
+        Whether the names of what its code writes count as well.
     """
 
-    def __init__(self, source: Any, trained: set[int], but: set[int]) -> None:
+    def __init__(self, source: Any, trained: set[int], but: set[int], *, writes: bool = False) -> None:
         self._source, self._trained, self._but = source, trained, but
         self._names: set[str] = set()  # of the attributes and variables that its code reads
         known = -1
         while len(self._names) > known:  # until the functions mention no others
             known = len(self._names)
-            self._names |= {name for _, value in list(self.values()) for name in _read_by(value)}
+            self._names |= {name for _, value in list(self.values()) for name in _read_by(value, writes=writes)}
+
+    def mentions(self, name: str) -> bool:
+        """Whether its code uses something of this name."""
+        return name in self._names
 
     def values(self, *parts: Any) -> Iterator[tuple[str, Any]]:
         """The source, or parts of it, and what its code reads of these, by name."""
@@ -246,12 +275,12 @@ def _function_of(part: Any) -> Any:
     return part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
 
 
-def _read_by(value: Any) -> Iterator[str]:
-    """The names that a function reads, or contains as a string, as for getattr()."""
+def _read_by(value: Any, *, writes: bool) -> Iterator[str]:
+    """The names that a function reads, or contains as a string, as for getattr(), or also those that it writes."""
     for code in codes_of(value) if isinstance(value, FunctionType) else ():
         yield from (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
         for instruction in dis.get_instructions(code):
-            if isinstance(instruction.argval, str) and not instruction.opname.startswith("STORE"):
+            if isinstance(instruction.argval, str) and (writes or not instruction.opname.startswith("STORE")):
                 yield instruction.argval
 
 
