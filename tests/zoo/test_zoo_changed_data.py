@@ -335,3 +335,44 @@ def test_caches_of_samples_are_told_only_where_steps_use_them(
     task: type[ZooTask], names: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(task, tmp_path, capfd) == sorted(names)
+
+
+class Hardens(ZooTask):
+    """Changes the level of difficulty of a set that it holds."""
+
+    def train_data(self) -> Dataset[Any]:
+        self.kept = Levels()
+        return self.kept
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.kept.level += 1
+        return super().loss(model, batch)
+
+
+class Levels(Dataset[Any]):
+    def __init__(self) -> None:
+        self.level = 0
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((FEATURES,), float(index)) / (1 + self.level), index % CLASSES
+
+
+class RelabelsUnsaved(Relabels):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("task", "name"), [(Hardens, "Levels.level"), (RelabelsUnsaved, "TensorDataset.tensors")])
+def test_what_samples_are_made_from_is_told_once(
+    task: type[ZooTask], name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(train=SHORT), tmp_path, task, crashes=())
+    said = [line for line in capfd.readouterr().err.splitlines() if "training changes" in line]
+    once = dict.fromkeys(line.partition(", ")[0].partition("changes ")[2] for line in said)
+    assert list(once) == [name, "task.losses"], said

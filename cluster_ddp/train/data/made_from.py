@@ -65,10 +65,6 @@ class MadeFrom:
     model
         The model that is trained, which a resume puts back, too.
 
-    Attributes
-    ----------
-    told
-        The attributes and variables that `changed` has named.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class MadeFrom:
         self._replaced: set[str] = set()  # what load_state_dict() of the task puts another object in the place of
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
-        self.told: set[str] = set()
+        self._told: set[str] = set()
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
@@ -125,6 +121,21 @@ class MadeFrom:
             self._found &= {name for name in self._changed_since(self._first) if not name.startswith(self._of_task())}
             self._replaced = self._names_of_replaced(before, vars(copy))
 
+    def has_told(self, name: str, others: set[str]) -> bool:
+        """Whether `changed` has named something, by this name or another."""
+        return name in self._told or not self._told.isdisjoint(others)
+
+    def _tells_all_of(self, value: Any, names: list[str]) -> bool:
+        """Whether these names stand for an array, or for a data set of which nothing else can change unseen."""
+        parts = [found for source in self._sources for found in source.values()]
+        if isinstance(value, (Tensor, np.ndarray)):
+            return _memory(value) in {_memory(part) for name, part in parts if name in names}
+        if not isinstance(value, torch.utils.data.Dataset) or not any(part is value for _, part in parts):
+            return False
+        of_set = {f"{type(value).__name__}.{key}": part for key, part in vars(value).items()}
+        are_simple = all(type(part) in _PLAIN or isinstance(part, (Tensor, np.ndarray)) for part in of_set.values())
+        return are_simple and of_set.keys() <= {name for name, _ in parts} and not of_set.keys().isdisjoint(names)
+
     def is_only_of_samples(self, name: str, others: set[str]) -> bool:
         """Whether the code of the data set uses something that the code of steps does not, such as a cache.
 
@@ -156,8 +167,9 @@ class MadeFrom:
         names, self._found = sorted(self._found), set()
         if not names:
             return None
+        own = getattr(self._task, "__dict__", {})
+        self._told = {*names, *(f"task.{key}" for key, value in own.items() if self._tells_all_of(value, names))}
         self._first, self._sources = {}, []
-        self.told = set(names)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"

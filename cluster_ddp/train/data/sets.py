@@ -22,7 +22,7 @@ from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.surroundings import is_of_user, variables_around
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
-_FAR, _LARGE = 100_000, 1 << 26  # elements of lists, and bytes of arrays, up to which it is seen what reading changes
+_FAR, _LARGE = 100_000, 1 << 24  # elements of lists, and bytes of arrays, up to which it is seen what reading changes
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
