@@ -72,11 +72,15 @@ def refuse_trained_in_8_bits(model: nn.Module) -> None:
 def refuse_expanded(named: Tensors) -> None:
     """Raise a `TaskError` if elements of a tensor of the model share their memory."""
     for name, strides in zip(named, (named.looks() or {}).get("stride", ()), strict=False):
-        if any(stride == 0 and size > 1 for stride, size in zip(strides, named[name].shape, strict=True)):
+        if 0 in strides and _is_expanded(named[name]):
             raise TaskError(
                 f"the model's '{name.removeprefix('model.')}' is expanded: its elements share their memory and "
                 "cannot be put back one by one; register it with .expand(...).contiguous()"
             )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def refuse_loader(data: object, method: str) -> None:
