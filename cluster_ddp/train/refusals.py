@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
@@ -66,6 +67,20 @@ def refuse_trained_in_8_bits(model: nn.Module) -> None:
                 f"the parameter {name} has dtype {parameter.dtype} and requires_grad, and torch cannot compute with "
                 "such gradients: keep it in torch.bfloat16, or give it requires_grad=False"
             )
+
+
+def refuse_expanded(named: Tensors) -> None:
+    """Raise a `TaskError` if elements of a tensor of the model share their memory."""
+    for name, strides in zip(named, (named.looks() or {}).get("stride", ()), strict=False):
+        if 0 in strides and _is_expanded(named[name]):
+            raise TaskError(
+                f"the model's '{name.removeprefix('model.')}' is expanded: its elements share their memory and "
+                "cannot be put back one by one; register it with .expand(...).contiguous()"
+            )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def refuse_loader(data: object, method: str) -> None:

@@ -232,8 +232,9 @@ class Saving:
             self.made_from.end()
         self._warn_of_samples()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
-        known = {name for name in names if self.made_from.told & state.other_names(name)}
-        if names := [name for name in names if name not in self._warned | known]:
+        others = {name: state.other_names(name) for name in names if name not in self._warned}
+        names = [name for name, more in others.items() if not self.made_from.has_told(name, more)]
+        if names := [name for name in names if not self.made_from.is_only_of_samples(name, others[name])]:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.warn(

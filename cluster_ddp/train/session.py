@@ -35,7 +35,7 @@ from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.repeated import RepeatedSteps
 from cluster_ddp.train.saving import Saving
-from cluster_ddp.train.state.selfcheck import check_taken_back
+from cluster_ddp.train.state.selfcheck import check_taken_back, lost_between_ranks
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.stop import AT_ONCE, StopConsensus, StopDecision
 
@@ -202,6 +202,8 @@ class Session:
                 self._compare_versions(restored.manifest.versions.get("torch"))
                 if state.is_of_task:
                     check_taken_back(state, restored.scalars, restored.extra)
+            elif state.is_of_task and (lost := lost_between_ranks(state, restored.scalars, restored.extra)):
+                self.warn(lost)
         state.counts.threads = torch.get_num_threads()
         if self.world.world_size > 1:
             self._compared_after = self.step + _COMPARED_AFTER

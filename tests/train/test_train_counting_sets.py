@@ -45,6 +45,30 @@ def test_a_set_that_counts_what_it_reads_is_told(workers: int, capfd: pytest.Cap
     assert "If it is only printed or logged, ignore this" in said
 
 
+TIMES: dict[int, int] = {}
+
+
+class CountsEach(Noisy):
+    """Counts how often it has read each sample, in an array, in a tensor and in a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array, self.tensor, self.cache = np.zeros(50, int), torch.zeros(50), np.zeros(50)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.array[index] += 1
+        self.tensor[index] += 1
+        self.cache[index] = 1
+        TIMES[index] = TIMES.get(index, 0) + 1
+        return super().__getitem__(index)
+
+
+def test_counts_in_arrays_and_variables_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    Fetcher(CountsEach(), default_collate, 1, exact=True)(0, np.arange(10))
+    said = capfd.readouterr().err
+    assert f"changes CountsEach.array, CountsEach.tensor, {__name__}.TIMES, which no checkpoint" in said
+
+
 class Record:
     def __init__(self, index: int) -> None:
         self.index = index

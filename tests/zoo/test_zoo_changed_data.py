@@ -292,3 +292,87 @@ def test_a_frame_that_is_read_in_workers_and_training_changes_is_told(
     monkeypatch.setattr(Frame, "__module__", "pandas.core.frame")
     judge(Case(train={**SHORT, "workers": 1}), tmp_path, OfFrame)
     assert "training changes OfFrame.frame, from which samples or batches are made" in capfd.readouterr().err
+
+
+DOUBLED: dict[int, Tensor] = {}
+
+
+class Caching(Dataset[Any]):
+    """Keeps what it has computed, in tensors and in a variable."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(48, FEATURES, generator=torch.Generator().manual_seed(1))
+        self.halves, self.is_known = torch.zeros(48, FEATURES), torch.zeros(48, dtype=torch.bool)
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_known[index]:
+            self.is_known[index] = True
+            self.halves[index] = self.inputs[index] / 2
+        if index not in DOUBLED:
+            DOUBLED[index] = self.inputs[index] * 2
+        return self.halves[index] + DOUBLED[index], index % CLASSES
+
+
+class KeepsCaches(ZooTask):
+    def train_data(self) -> Dataset[Any]:
+        DOUBLED.clear()
+        self.kept = Caching()
+        return self.kept
+
+
+class ReadsCaches(KeepsCaches):
+    """Its loss depends on how much has been read."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (1 + len(DOUBLED) + self.kept.is_known.sum())
+
+
+@pytest.mark.parametrize(("task", "names"), [(KeepsCaches, []), (ReadsCaches, ["task.kept", f"{__name__}.DOUBLED"])])
+def test_caches_of_samples_are_told_only_where_steps_use_them(
+    task: type[ZooTask], names: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(task, tmp_path, capfd) == sorted(names)
+
+
+class Hardens(ZooTask):
+    """Changes the level of difficulty of a set that it holds."""
+
+    def train_data(self) -> Dataset[Any]:
+        self.kept = Levels()
+        return self.kept
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.kept.level += 1
+        return super().loss(model, batch)
+
+
+class Levels(Dataset[Any]):
+    def __init__(self) -> None:
+        self.level = 0
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((FEATURES,), float(index)) / (1 + self.level), index % CLASSES
+
+
+class RelabelsUnsaved(Relabels):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("task", "name"), [(Hardens, "Levels.level"), (RelabelsUnsaved, "TensorDataset.tensors")])
+def test_what_samples_are_made_from_is_told_once(
+    task: type[ZooTask], name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(train=SHORT), tmp_path, task, crashes=())
+    said = [line for line in capfd.readouterr().err.splitlines() if "training changes" in line]
+    once = dict.fromkeys(line.partition(", ")[0].partition("changes ")[2] for line in said)
+    assert list(once) == [name, "task.losses"], said

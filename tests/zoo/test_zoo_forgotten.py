@@ -302,6 +302,57 @@ def test_gradients_that_add_up_over_steps_are_told(tmp_path: Path, capfd: pytest
     assert told(Accumulates, tmp_path, capfd) == ["the gradients in task.critic"]
 
 
+class SetsToZero(ZooTask):
+    """Sets gradients of a critic to zero before they add up, and of a judge after they were used."""
+
+    def model(self) -> nn.Module:
+        self.critic, self.judge = (nn.Linear(CLASSES, 1) for _ in range(2))
+        self.optimizers = [Adam(network.parameters()) for network in (self.critic, self.judge)]
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.optimizers[0].zero_grad(set_to_none=False)
+        for network, optimizer in zip((self.critic, self.judge), self.optimizers, strict=True):
+            network(torch.ones(CLASSES)).sum().backward()
+            optimizer.step()
+        self.optimizers[1].zero_grad(set_to_none=False)
+        return super().loss(model, batch)
+
+    def parts(self) -> list[Any]:
+        return [self.critic, self.judge, *self.optimizers]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, of_part in zip(self.parts(), state["parts"], strict=True):
+            part.load_state_dict(of_part)
+
+
+def test_gradients_that_are_set_to_zero_are_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(SetsToZero, tmp_path, capfd, steps=6) == []
+
+
+class NamesParts(ZooTask):
+    """Gives parts of the model names in each step; one only if it has none yet."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        inner: Any = self.trainer.model
+        self.encoder, self.weight, self.weights = inner[0], inner[0].weight.data, list(inner.parameters())
+        if not hasattr(self, "chosen"):
+            self.chosen = inner[0 if self.trainer.step < 3 else 2]
+        if self.trainer.step == 3:
+            self.late = inner[2]
+        return super().loss(model, batch) * (1 + self.chosen.weight.mean())
+
+
+def test_parts_of_the_model_that_each_step_names_are_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(NamesParts, tmp_path, capfd, steps=5) == ["task.chosen", "task.late"]
+
+
 class Scripted(ZooTask):
     """Its model has a scripted part."""
 

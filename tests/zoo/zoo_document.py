@@ -147,6 +147,10 @@ ELSEWHERE = [
     ("reported before the first step: a set in another order on each rank, such as by names that are not sorted",
      "Every rank has to see the same data set",
      "zoo/test_zoo_data.py::test_samples_that_differ_by_rank_are_told"),
+    ("reported before the first step: state of the task that does not come back on another number of ranks",
+     "the checkpoint was saved on another number of ranks",
+     "train/test_train_other_ranks.py::"
+     "test_what_ranks_that_are_no_longer_there_have_kept_is_reported_as_lost"),
     ("`setup_distributed(rank, world_size)`", "Call setup_distributed()",
      "train/test_train_distributed.py::test_a_rank_and_a_world_size_are_refused"),
     ("`launch_distributed_training` with a lambda", "top level of a module",

@@ -212,7 +212,10 @@ def _closes_over(model: nn.Module, lr: float) -> Optimizer:
     return Closes(trainable(model), lr=lr)
 
 
-REMEMBERED = ("a generator in itself", "a word in itself", "a number that comes later", "a long list in itself")
+REMEMBERED = (
+    "a generator in itself", "a word in itself", "words by parameters in itself", "a number that comes later",
+    "a long list in itself",
+)  # fmt: skip
 NOT_REMEMBERED = (
     "a tensor that comes later", "an iterator in itself", "a number by the id of a parameter",
     "a very long list in itself",

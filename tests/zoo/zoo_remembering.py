@@ -44,6 +44,7 @@ class Remembers(SGD):
         self.kind, self.word, self.before = kind, "first", None
         self.generator = torch.Generator()
         self.updates = {id(weight): 1 for weight in parameters if kind == "a number by the id of a parameter"}
+        self.words: dict[Any, tuple[str, ...]] = {}
         self.numbers = [0.0] * (20_000 if kind == "a very long list in itself" else 200)
         self.iterator = iter(range(100)) if kind == "an iterator in itself" else None
 
@@ -59,6 +60,9 @@ class Remembers(SGD):
         elif self.kind == "a word in itself":
             first.grad *= len(self.word)
             self.word = "later"
+        elif self.kind == "words by parameters in itself":
+            self.words[first] = (*self.words.get(first, ()), "one more")
+            first.grad *= len(self.words[first])
         elif self.kind == "a tensor that comes later":
             first.grad += gradient if self.before is None else self.before
             self.before = gradient

@@ -65,10 +65,6 @@ class MadeFrom:
     model
         The model that is trained, which a resume puts back, too.
 
-    Attributes
-    ----------
-    told
-        The attributes and variables that `changed` has named.
     """
 
     def __init__(
@@ -82,13 +78,13 @@ class MadeFrom:
         trained = set() if model is None else {id(module) for module in model.modules()}
         but = trained if put_back_by is not None else set[int]()
         self._sources, self._why = [_Source(source, trained, but) for source in sources], why
-        self._is_read_here, self._task = is_read_here, put_back_by
+        self._is_read_here, self._task, self._model = is_read_here, put_back_by, model
         self._held = dict(getattr(put_back_by, "__dict__", {}))
         self._first = self._marks()
         self._replaced: set[str] = set()  # what load_state_dict() of the task puts another object in the place of
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
-        self.told: set[str] = set()
+        self._told: set[str] = set()
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
@@ -125,6 +121,44 @@ class MadeFrom:
             self._found &= {name for name in self._changed_since(self._first) if not name.startswith(self._of_task())}
             self._replaced = self._names_of_replaced(before, vars(copy))
 
+    def has_told(self, name: str, others: set[str]) -> bool:
+        """Whether `changed` has named something, by this name or another."""
+        return name in self._told or not self._told.isdisjoint(others)
+
+    def _tells_all_of(self, value: Any, names: list[str]) -> bool:
+        """Whether these names stand for an array, or for a data set of which nothing else can change unseen."""
+        parts = [found for source in self._sources for found in source.values()]
+        if isinstance(value, (Tensor, np.ndarray)):
+            return _memory(value) in {_memory(part) for name, part in parts if name in names}
+        if not isinstance(value, torch.utils.data.Dataset) or not any(part is value for _, part in parts):
+            return False
+        of_set = {f"{type(value).__name__}.{key}": part for key, part in vars(value).items()}
+        are_simple = all(type(part) in _PLAIN or isinstance(part, (Tensor, np.ndarray)) for part in of_set.values())
+        return are_simple and of_set.keys() <= {name for name, _ in parts} and not of_set.keys().isdisjoint(names)
+
+    def is_only_of_samples(self, name: str, others: set[str]) -> bool:
+        """Whether the code of the data set uses something that the code of steps does not, such as a cache.
+
+        Then only samples can depend on it, and those of a map-style set are checked where they are read.
+
+        Parameters
+        ----------
+        name, others
+            Its name as an attribute of the task, or as a variable, and other names of it.
+        """
+        if self._task is None or not self._sources:
+            return False
+        *_, key = name.split(".")
+        if self._steps.mentions(key):
+            return False
+        held = vars(self._task).get(key) if name.startswith("task.") else None
+        parts = [found for source in self._sources for found in source.values()]
+        return any(other in others or (held is not None and part is held) for other, part in parts)
+
+    @functools.cached_property
+    def _steps(self) -> _Source:
+        return _Source([getattr(self._task, "loss", None), self._model], set(), set(), writes=True)
+
     def _of_task(self) -> tuple[str, ...]:
         return tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
 
@@ -133,8 +167,9 @@ class MadeFrom:
         names, self._found = sorted(self._found), set()
         if not names:
             return None
+        own = getattr(self._task, "__dict__", {})
+        self._told = {*names, *(f"task.{key}" for key, value in own.items() if self._tells_all_of(value, names))}
         self._first, self._sources = {}, []
-        self.told = set(names)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
@@ -177,15 +212,21 @@ class _Source:
         Ids of the modules of the model that is trained.
     but
         Ids of what is not looked at.
+    writes
+        Whether the names of what its code writes count as well.
     """
 
-    def __init__(self, source: Any, trained: set[int], but: set[int]) -> None:
+    def __init__(self, source: Any, trained: set[int], but: set[int], *, writes: bool = False) -> None:
         self._source, self._trained, self._but = source, trained, but
         self._names: set[str] = set()  # of the attributes and variables that its code reads
         known = -1
         while len(self._names) > known:  # until the functions mention no others
             known = len(self._names)
-            self._names |= {name for _, value in list(self.values()) for name in _read_by(value)}
+            self._names |= {name for _, value in list(self.values()) for name in _read_by(value, writes=writes)}
+
+    def mentions(self, name: str) -> bool:
+        """Whether its code uses something of this name."""
+        return name in self._names
 
     def values(self, *parts: Any) -> Iterator[tuple[str, Any]]:
         """The source, or parts of it, and what its code reads of these, by name."""
@@ -246,12 +287,12 @@ def _function_of(part: Any) -> Any:
     return part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
 
 
-def _read_by(value: Any) -> Iterator[str]:
-    """The names that a function reads, or contains as a string, as for getattr()."""
+def _read_by(value: Any, *, writes: bool) -> Iterator[str]:
+    """The names that a function reads, or contains as a string, as for getattr(), or also those that it writes."""
     for code in codes_of(value) if isinstance(value, FunctionType) else ():
         yield from (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
         for instruction in dis.get_instructions(code):
-            if isinstance(instruction.argval, str) and not instruction.opname.startswith("STORE"):
+            if isinstance(instruction.argval, str) and (writes or not instruction.opname.startswith("STORE")):
                 yield instruction.argval
 
 

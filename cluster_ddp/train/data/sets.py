@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 
 from cluster_ddp.printing import say
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.inner_parts import elements, length
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.state.surroundings import is_of_user
+from cluster_ddp.train.state.surroundings import is_of_user, variables_around
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
+_FAR, _LARGE = 100_000, 1 << 24  # elements of lists, and bytes of arrays, up to which it is seen what reading changes
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
@@ -76,20 +79,38 @@ def share_memory(tensors: Iterable[Tensor], holders: Iterable[object]) -> bool:
 class Numbers:
     """The numbers in the attributes of a data set, its parts and its `collate`, as far as their classes are the user's.
 
-    What reading changes, a resume does not repeat, and later samples may depend on it.
+    Also those in their arrays, tensors, lists and dicts, and in the variables of their modules and classes. What
+    reading changes, a resume does not repeat, and later samples may depend on it.
     """
 
     def __init__(self, *holders: object) -> None:
-        self._found: dict[str, list[float]] = {}  # by name: the same objects may have been made again, as in a cache
-        for part in parts_of(*holders, depth=_DEPTH):
+        self._found: dict[str, list[Any]] = {}  # by name: the same objects may have been made again, as in a cache
+        parts = list(parts_of(*holders, depth=_DEPTH))
+        for part in parts:
             if is_of_user(type(part).__module__) and hasattr(part, "__dict__"):
                 for key, value in list(vars(part).items()):
-                    if type(value) in (int, float):
-                        self._found.setdefault(f"{type(part).__name__}.{key}", []).append(value)
+                    self._add(f"{type(part).__name__}.{key}", value)
+        for name, value in variables_around(parts).items():
+            self._add(name, value)
+
+    def _add(self, name: str, value: Any) -> None:
+        with contextlib.suppress(Exception):  # such as an array of a kind that cannot be hashed
+            if (mark := _mark_of_numbers(value)) is not None:
+                self._found.setdefault(name, []).append(mark)
 
     def changed(self, now: Numbers) -> list[str]:
         """The names of those that are different now, or were not there."""
         return sorted(name for name, values in now._found.items() if self._found.get(name) != values)
+
+
+def _mark_of_numbers(value: Any) -> Any:
+    if type(value) in (int, float):
+        return value
+    if isinstance(value, (np.ndarray, Tensor)) and not isinstance(value, np.memmap):
+        return fingerprint(value) if value.nbytes <= _LARGE else None
+    if isinstance(value, (list, dict, collections.deque)) and length(value) <= _FAR:
+        return [part for part in elements(value) if type(part) in (int, float)]
+    return None
 
 
 def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:

@@ -48,7 +48,7 @@ class Attributes(Snapshot):
             if name.removesuffix(GRADIENT) in in_optimizers or GROUPS in name:
                 if before() is gradient and version_before != version:  # it has been added to
                     replaced.add(name)
-            elif now._is_bare(name) and _is_nonzero(gradient):  # who gave it none to step it reads its gradient
+            elif now._is_bare(name) and is_nonzero(gradient):  # who gave it none to step it reads its gradient
                 replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
@@ -85,10 +85,11 @@ class Attributes(Snapshot):
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
 
-    def gradients(self) -> dict[int, tuple[Tensor, str]]:
-        """The gradients of tensors, with what holds these, by id."""
-        found = ((name, held()) for name, (held, _) in self._gradients.items())
-        return {id(gradient): (gradient, self.holders[name]) for name, gradient in found if gradient is not None}
+    def gradients(self) -> dict[str, tuple[Tensor, str]]:
+        """The tensors that have a gradient, by its name, with what holds them."""
+        tensors = {name: self.leaves[name.removesuffix(GRADIENT)] for name in self._gradients}
+        still = {name for name, (held, _) in self._gradients.items() if held() is not None}
+        return {name: (tensors[name], self.holders[name]) for name in still if tensors[name].grad is not None}
 
     def _is_bare(self, name: str) -> bool:
         return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules
@@ -102,6 +103,13 @@ class Attributes(Snapshot):
             if name not in names and (first in other._kinds or (first in other._known and "." in first))
             if name.rpartition(".")[0] + LENGTH not in self.leaves
         }
+
+    def refers_to_known(self, holder: str) -> bool:
+        """Whether it is nothing but a part of what is saved anyway, or a list or dict of such parts."""
+        leaves = (name for name, held in self.holders.items() if held == holder and name in self.leaves)
+        firsts = [first for name, first in self._aliases.items() if name == holder or name.startswith(f"{holder}.")]
+        are_known = all(first in self._known and "." in first for first in firsts)
+        return bool(firsts) and are_known and all(name.endswith(LENGTH) for name in leaves)
 
     def unsaved(
         self,
@@ -178,7 +186,9 @@ class Attributes(Snapshot):
             _is_alike(form, leaf)
             for form in _forms_of(self.leaves.get(name))
             for place, leaf in saved.leaves.items()
-            if (place in before.leaves and not _is_element(place))
+            if _may_be_alike(form, leaf)
+            and place in before.leaves
+            and not _is_element(place)
             and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
         )
 
@@ -204,7 +214,7 @@ class Attributes(Snapshot):
 
     @functools.cached_property
     def _owners(self) -> dict[str, int]:
-        return {name: key for key, name in self._seen.items() if isinstance(name, str)}
+        return {name: key for key, name in self._seen.items() if isinstance(key, int)}
 
     def _mark(self, name: str) -> Any:
         """What tells the value that a leaf had from others."""
@@ -278,11 +288,19 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
     return (value, value.item()) if is_number else (value,)
 
 
+def _may_be_alike(value: Any, leaf: Any) -> bool:
+    """Whether two leaves are of the same kind and shape, which costs little to find out."""
+    if isinstance(value, Tensor):
+        return isinstance(leaf, Tensor) and leaf.shape == value.shape
+    return type(leaf) is type(value)
+
+
 def _is_alike(value: Any, leaf: Any) -> bool:
     return is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
 
 
-def _is_nonzero(gradient: Tensor) -> bool:
+def is_nonzero(gradient: Tensor) -> bool:
+    """Whether a gradient, which may be sparse, has an element that is not zero."""
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 

@@ -1,4 +1,7 @@
-"""Finds attributes that a class's code sets but never reads, so that their values cannot affect what it does."""
+"""Tells by a class's code whether the values of attributes can affect what it does.
+
+Those that it sets but never reads cannot, nor whether one is there already that it never asks for.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,12 @@ def is_only_written(kind: type, name: str) -> bool:
         if instruction.argval == name and isinstance(instruction.argval, str)
     ]
     return bool(uses) and set(uses) == {"STORE_ATTR"}
+
+
+def is_asked_for(kind: type, name: str) -> bool:
+    """Whether methods of a class contain the name of an attribute as a string, as for hasattr()."""
+    codes = (code for base in kind.__mro__ for value in vars(base).values() for code in codes_of(value))
+    return any(name in code.co_consts for code in codes)
 
 
 def codes_of(value: Any) -> Iterator[CodeType]:

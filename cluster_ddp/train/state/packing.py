@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cluster_ddp.train.errors import TaskError
 
 _MARK = "!"
 _PLAIN = (bool, int, float, str)
+_WIDTH = 100  # how many elements of lists and dicts are searched for sets
 _LARGEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of an element of an array
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -137,15 +139,18 @@ def comparable(packed: Any) -> Any:
 
 
 def sets_out_of_order(value: Any, name: str) -> Iterator[str]:
-    """The names of sets in a state whose copies have another order, which depends on how they came about."""
+    """The names of sets in a state whose copies have another order, which depends on how they came about.
+
+    Of long lists and dicts, only the first elements are looked at.
+    """
     if isinstance(value, (set, frozenset)):
         if (elements := list(value)) != list(set(elements)):
             yield name
     elif isinstance(value, Mapping):
-        for key, part in value.items():
+        for key, part in islice(value.items(), _WIDTH):
             yield from sets_out_of_order(part, f"{name}.{key}")
     elif isinstance(value, (list, tuple, collections.deque)):
-        for number, part in enumerate(value):
+        for number, part in enumerate(islice(value, _WIDTH)):
             if not isinstance(part, _PLAIN):
                 yield from sets_out_of_order(part, f"{name}.{number}")
 

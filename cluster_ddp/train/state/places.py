@@ -1,4 +1,4 @@
-"""Finds out where random generators, iterators and files stand, without moving them."""
+"""Finds out where random generators, iterators and files stand, without moving them, and where tensors lie."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import random
 import sys
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from cluster_ddp.checkpoint.plan import memory_of
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.state.comparing import Place
 
@@ -44,3 +48,8 @@ def place_in_file(file: io.TextIOBase) -> Any:
         return file.tell()
     except OSError:
         return Place()
+
+
+def place_of_tensor(tensor: Tensor) -> tuple[object, ...] | None:
+    """What is the same for another view of all of the tensor, such as its ``.data``; None if it has no memory."""
+    return None if tensor.is_meta or tensor.layout is not torch.strided else memory_of(tensor)

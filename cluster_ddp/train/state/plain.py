@@ -19,6 +19,7 @@ from cluster_ddp.train.state.packing import Packer, Unpacker
 _PLAIN = (bool, int, float, str, type(None))
 _DEPTH, _MOST = 6, 10_000  # maximum nesting, and maximum count of numbers and strings in an attribute
 _DIGITS = 11  # minimum number of digits of a memory address
+_BY_PARAMETER = "by parameter"  # marks what stands for a dict whose keys are parameters
 _CPU = torch.device("cpu")
 
 Values = dict[str, dict[str, Any]]
@@ -28,6 +29,7 @@ Values = dict[str, dict[str, Any]]
 class PlainAttributes:
     """The plain attributes and defaults of one optimizer: numbers, strings, None, and lists and dicts of these.
 
+    The keys of a dict may be parameters, such as those of a cache of what an optimizer computes from their shapes.
     A list in the defaults may be the same object in all groups, such as the buffer of some RAdam implementations.
 
     Parameters
@@ -59,12 +61,12 @@ class PlainAttributes:
         """Restore what `changed` returned, filling the existing lists and dicts; raises `TaskError`."""
         for place, there in _places(self._optimizer).items():
             for name, packed in changed.get(place, {}).items():
-                if not is_plain(there.get(name, getattr(self._optimizer, name, None))):
+                if not is_plain(_numbered(self._optimizer, there.get(name, getattr(self._optimizer, name, None)))):
                     raise TaskError(
                         f"the checkpoint contains a number or a string as {name} of the optimizer, which now is "
                         "something else: restore the code of the optimizer, or start a new run"
                     )
-                there[name] = refilled(there.get(name), unpacked(packed))
+                there[name] = refilled(there.get(name), _by_parameter(self._optimizer, unpacked(packed)))
 
     def put_first(self, other: Optimizer) -> None:
         """Give a copy of the optimizer the values that this one had before the first step."""
@@ -73,11 +75,15 @@ class PlainAttributes:
             for name in now[place].keys() - self._first[place].keys():
                 del there[name]
             for name, text in self._first[place].items():
-                there[name] = refilled(there.get(name), unpacked(json.loads(text)))
+                there[name] = refilled(there.get(name), _by_parameter(other, unpacked(json.loads(text))))
 
     def _texts(self, optimizer: Optimizer) -> dict[str, dict[str, str]]:
         return {
-            place: {name: _text(value) for name, value in there.items() if name not in self._but and is_plain(value)}
+            place: {
+                name: _text(packable)
+                for name, value in there.items()
+                if name not in self._but and is_plain(packable := _numbered(optimizer, value))
+            }
             for place, there in _places(optimizer).items()
         }
 
@@ -139,6 +145,28 @@ def is_device(value: Any) -> bool:
 
 def _places(optimizer: Optimizer) -> Mapping[str, dict[str, Any]]:
     return {"self": vars(optimizer), "defaults": getattr(optimizer, "defaults", {})}
+
+
+def _numbered(optimizer: Optimizer, value: Any) -> Any:
+    """For a dict whose keys are parameters, the same by their numbers; anything else as it is."""
+    if type(value) is not dict or not all(isinstance(key, Tensor) for key in value) or not value:
+        return value
+    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    if not numbers.keys() >= set(map(id, value)):
+        return value
+    return _BY_PARAMETER, {numbers[id(key)]: part for key, part in value.items()}
+
+
+def _by_parameter(optimizer: Optimizer, value: Any) -> Any:
+    """The dict that `_numbered` has returned something for."""
+    if type(value) is not tuple or value[:1] != (_BY_PARAMETER,):
+        return value
+    parameters = _parameters(optimizer)
+    return {parameters[number]: part for number, part in value[1].items()}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Any]:

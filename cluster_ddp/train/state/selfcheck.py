@@ -99,14 +99,35 @@ def _check_comes_back(
 def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
     """Compare the task and the modules' extra state with the checkpoint that has just been loaded into them.
 
-    The check in the first steps finds only what has changed until then. Keys that only one of the two has come from
-    changes of the code, and are ignored. All ranks call it.
+    The check in the first steps finds only what has changed until then. All ranks call it.
 
     Raises
     ------
     TaskError
         Something was not restored; the message names it.
     """
+    if differing := _not_taken_back(state, scalars, extra):
+        raise _refusal(state, differing, "task")
+
+
+def lost_between_ranks(state: State, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> str | None:
+    """What to tell where `check_taken_back` refuses, if another number of ranks has saved the state, such as by rank.
+
+    All ranks call it.
+    """
+    differing = _not_taken_back(state, scalars, extra)
+    if not differing:
+        return None
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    return (
+        "the checkpoint was saved on another number of ranks, and its state of the task does not come back on this "
+        f"one: {'; '.join(differing[:_SHOWN])}{more}. What ranks have of their own is lost, or given to several: let "
+        "load_state_dict() divide it among the present ranks, or return what is the same on all of them"
+    )
+
+
+def _not_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> list[str]:
+    """Keys that only one of the two has come from changes of the code, and are ignored."""
     tensors, now = state.collect()
     differing = [
         f"{name.removeprefix(EXTRA)}: other values come back"
@@ -117,8 +138,7 @@ def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[st
         both = sorted(scalars.get(kind, {}).keys() & now[kind].keys())
         was, is_now = ({f"{kind}.{key}": without_words(of[kind][key]) for key in both} for of in (scalars, now))
         differing += _scalars_that_differ(was, is_now)
-    if differing:
-        raise _refusal(state, differing, "task")
+    return differing
 
 
 def _memory_that_differs(

@@ -37,7 +37,7 @@ from cluster_ddp.train.state.kinds import (
     kind_of,
     may_take_turns,
 )
-from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator
+from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator, place_of_tensor
 from cluster_ddp.train.state.surroundings import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
@@ -64,8 +64,8 @@ class Snapshot:
     holders
         The objects, by name.
     known
-        Names of objects to skip, because they are saved anyway, by their ids. Of a part of something, the name has a
-        dot.
+        Names of objects to skip, because they are saved anyway, by their ids, and for tensors by `place_of_tensor` as
+        well. Of a part of something, the name has a dot.
     names
         Names of tensors that are keys of dicts, by their ids.
     seeded
@@ -79,7 +79,7 @@ class Snapshot:
     def __init__(
         self,
         holders: Mapping[str, Any],
-        known: Mapping[int, str] | None = None,
+        known: Mapping[Any, str] | None = None,
         names: Mapping[int, str] | None = None,
         seeded: Container[Any] | None = None,
         earlier: Snapshot | None = None,
@@ -94,7 +94,7 @@ class Snapshot:
         self._gradients: dict[str, tuple[TensorWeakRef, int]] = {}  # with their versions; not kept in memory by this
         self._seeded, self._read = seeded, read
         self._known = set((known or {}).values())
-        self._seen: dict[int, str] = dict(known or {})  # the first name of what was found
+        self._seen: dict[Any, str] = dict(known or {})  # the first name of what was found
         modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
         self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
@@ -142,7 +142,8 @@ class Snapshot:
         if id(value) not in self._seen and self._named_before.get(id(value), name) != name:
             self._later.append((name, value, depth))
             return
-        first = self._seen.setdefault(id(value), name)
+        place = place_of_tensor(value) if type(value) is Tensor and id(value) not in self._seen else None
+        first = self._seen.setdefault(place if place in self._seen else id(value), name)
         if first is not name and (may_take_turns(value) or isinstance(value, GENERATORS)):
             self._aliases[name], self._objects[first] = first, value
             return

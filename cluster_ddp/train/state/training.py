@@ -20,6 +20,7 @@ from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
+from cluster_ddp.train.refusals import refuse_expanded
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.held import (
@@ -34,6 +35,7 @@ from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
+from cluster_ddp.train.state.places import place_of_tensor
 from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
@@ -309,10 +311,11 @@ class State:
             holders |= {f"the model given to loss().{key}": value for key, value in own.items()}
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
-        known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
+        known: dict[Any, str] = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
         for name, module in modules.items():
-            held = {**module._parameters, **module._buffers}
-            known |= {id(module): name} | {id(tensor): f"{name}.{key}" for key, tensor in held.items()}
+            held = {f"{name}.{key}": tensor for key, tensor in {**module._parameters, **module._buffers}.items()}
+            known |= {place_of_tensor(tensor): key for key, tensor in held.items() if tensor is not None}
+            known |= {id(module): name} | {id(tensor): key for key, tensor in held.items()}
         return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
@@ -376,12 +379,7 @@ class State:
                 )
             # The task may change other parameters at any time, such as a frozen teacher's in loss().
             named[f"model.{name}"] = value if id(value) in held else value.detach()
-        for name, strides in zip(named, (named.looks() or {}).get("stride", ()), strict=False):
-            if 0 in strides and _is_expanded(named[name]):
-                raise TaskError(
-                    f"the model's '{name.removeprefix('model.')}' is expanded: its elements share their memory and "
-                    "cannot be put back one by one; register it with .expand(...).contiguous()"
-                )
+        refuse_expanded(named)
         if self._ema is not None:
             named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
         return named, extra_state
@@ -391,10 +389,6 @@ class State:
             return {}
         with self._communicating.watched():
             return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,11 +9,13 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.attributes import Attributes, is_nonzero
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
@@ -69,8 +71,9 @@ class Watch:
         self._first_names: set[str] = set()  # of the attributes of the task
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into data frames of another task
-        self._stops_watching: Callable[[], None] | None = None
+        self._handles: list[RemovableHandle] = []
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
+        self._cleared: set[str] = set()  # gradients that were zero before the next ones were added to them
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
         self._inner_comes_back: dict[str, bool] = {}  # of numbers in the model, or in what the task makes in model()
 
@@ -83,37 +86,62 @@ class Watch:
         """Remember what there is now, to be compared with in the next `unsaved`."""
         if not self._looks:
             self._first_names = set(getattr(self._task, "__dict__", {}))
+        self._stop_watching()
         self._looks.append((self._attributes(), Attributes(self._states())))
 
     def watch_gradients(self) -> None:
-        """Note, until `unsaved`, which optimizers use gradients that were there at the latest look."""
+        """Note, until the next look, which optimizers use gradients that were there at the latest one."""
         left = self.latest.gradients() if self.latest is not None else {}
+        # With the gradients, so that no other is at the address of one of them.
+        by_id = {id(weight.grad): (weight.grad, name, holder) for name, (weight, holder) in left.items()}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
             held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-            self._read |= {_gradients_in(left[id(gradient)][1]) for gradient in held if id(gradient) in left}
+            found = [by_id[id(gradient)] for gradient in held if id(gradient) in by_id]
+            self._read |= {_gradients_in(holder) for _, name, holder in found if name not in self._cleared}
 
         if left:
-            self._stops_watching = register_optimizer_step_pre_hook(note).remove
+            self._watch_clearing(left)
+            self._handles.append(register_optimizer_step_pre_hook(note))
+
+    def _watch_clearing(self, left: dict[str, tuple[Tensor, str]]) -> None:
+        """Note, until the next look, which of these gradients are zero when the next ones are added to them."""
+        for name, (weight, _) in left.items():
+            if weight.requires_grad:
+                handles: list[RemovableHandle] = []
+
+                def note(_: Tensor, name: str = name, weight: Tensor = weight, handles: Any = handles) -> None:
+                    handles.pop().remove()
+                    if weight.grad is not None and not is_nonzero(weight.grad):
+                        self._cleared.add(name)
+
+                handles.append(weight.register_hook(note))  # type: ignore[no-untyped-call]
+                self._handles += handles
+
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def note(self) -> None:
         """Take what there is now for what the next `unsaved` compares, whatever changes before it is called."""
+        self._stop_watching()
         if self._looks:
             self._noted = self._attributes()
             self._changes = [was.changed(self._noted) for was, _ in self._looks]
 
     def unsaved(self) -> set[str]:
         """What has changed since one of the looks, and is not saved; this call is the next look."""
-        if self._stops_watching is not None:
-            self._stops_watching()
-            self._stops_watching = None
+        self._stop_watching()
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
-        found = {name for name, does in self._comes_back.items() if not does} | self._read
+        changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
+        is_first = len(looks) > 1
+        set_anew = self._set_anew(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
+        found = {name for name, does in self._comes_back.items() if not does and name not in set_anew} | self._read
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
-        changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         kept: set[str] = set()  # of these, those that the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
@@ -122,8 +150,8 @@ class Watch:
             lost = {name for name in changed if self._inner_comes_back.get(name) is False}
             found.update(holders[name] for name in lost)
             skipped = {name for name in changed if holders[name] in self._comes_back} - comes_back
-            skipped |= lost | self._made_again
-            changed = [name for name in changed if name not in skipped]
+            skipped |= lost | self._made_again | self._cleared
+            changed = [name for name in changed if name not in skipped and holders[name] not in set_anew]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
             kept.update(set(tested).intersection(comes_back).difference(changed))
@@ -138,7 +166,9 @@ class Watch:
         direct = {name for name in kept if now.has_a_place_in(saved, name, looks[0][1])}
         self._comes_back = {name: True for name, does in self._comes_back.items() if does and name not in direct}
         self._inner_comes_back = {name: does for name, does in self._inner_comes_back.items() if name not in direct}
-        self._made_again = set()
+        self._made_again, self._cleared = set(), set()
+        if isinstance(self._task, Task):
+            self._watch_clearing(self._looks[-1][0].gradients())
         return found
 
     def put_back_values(self, other: Task) -> None:
@@ -226,6 +256,16 @@ class Watch:
         made = {name for name in frames if not is_same(self._at_first[name], again.leaves[name])}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
+
+    def _set_anew(self, now: Attributes, changed: set[str | None]) -> set[str]:
+        """Attributes that the first step has given the task, and that are nothing but parts of the model.
+
+        A resume gives it the same, unless they are others now, or steps ask whether they are there.
+        """
+        new = {holder for holder in now.holders.values() if holder.startswith("task.")} - changed
+        new -= {f"task.{key}" for key in self._first_names}
+        found = {holder for holder in new if now.refers_to_known(holder)}
+        return {name for name in found if not is_asked_for(type(self._task), name.removeprefix("task."))}
 
     def _first(self, key: str) -> Any:
         return self._looks[0][0].leaves.get(f"task.{key}", _NOTHING)
