@@ -44,7 +44,9 @@ _QUEUE_SECONDS = 20.0
 _SLOW_SECONDS = 10.0  # after which storage counts as hanging
 
 
-def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDirectory:
+def begin(
+    run: RunDirectory, start: SlurmStart | None, *, pid: int, given_up: Callable[[], bool] = lambda: False
+) -> AttemptDirectory:
     """Begin the attempt of this start; the same start of a Slurm job gets the same attempt again.
 
     Parameters
@@ -53,6 +55,8 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
         The start of the Slurm job; None outside of Slurm, where the attempt has one node.
     pid
         The process that lives as long as the attempt.
+    given_up
+        See `begin_attempt`.
 
     Raises
     ------
@@ -61,7 +65,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
     """
     procs = read_record(run).procs
     if start is None:
-        return begin_attempt(run, host=socket.gethostname(), pid=pid, nodes=1, procs=procs)
+        return begin_attempt(run, host=socket.gethostname(), pid=pid, nodes=1, procs=procs, given_up=given_up)
     attempt = begin_attempt(
         run,
         slurm_job_id=start.task,
@@ -72,6 +76,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
         procs=procs,
         job_alive=_job_is_active,
         another_runs=lambda job_id: _is_another_runs(run, job_id),
+        given_up=given_up,
     )
     if attempt.number:
         record_lost_nodes(read_history(run), run.attempt(attempt.number - 1), EventWriter(run, login_writer()))

@@ -102,6 +102,7 @@ class Keeper:
         self._end = EndOfJob(allocation, self._host, warning=warning)
         self._attempt: AttemptDirectory | None = None
         self._storage_answers = True
+        self._gave_up = False  # on beginning an attempt, which may still be under way in the background
 
     def keep(self) -> KeptStart:
         """See the job through to the end.
@@ -186,10 +187,11 @@ class Keeper:
         return True
 
     def _begin(self) -> AttemptDirectory:
-        return begin(self._run, self._allocation.start, pid=os.getpid())
+        return begin(self._run, self._allocation.start, pid=os.getpid(), given_up=lambda: self._gave_up)
 
     def _give_up(self) -> KeptStart:
         """Requeue the job, whose attempt could not begin."""
+        self._gave_up = True
         if self._end.reason is not None:
             self._end.find_out_why(self._say_delayed)
             return self._start_again(None, [], "the job is ended before its attempt could begin")

@@ -351,6 +351,25 @@ def test_a_job_that_is_ended_while_storage_hangs_as_it_begins_loses_no_requeue(
     assert world.now < 140
 
 
+def test_an_attempt_that_was_given_up_does_not_begin_later(fast_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as storage answered, it began in the background, beside or after the one of the requeued job."""
+    abandoned = list[Callable[[], object]]()
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], *, unless: Any = None) -> object:
+        abandoned.append(do)
+        return [] if len(abandoned) == 1 else None  # no bad hosts
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life())
+    live(world)
+    assert world.queued
+    _, begin, *_ = abandoned
+    with pytest.raises(RunError, match="was given up"):
+        begin()
+    assert list(run.attempts.iterdir()) == []
+
+
 def test_a_decision_that_there_is_no_time_for_is_not_blamed_on_storage(
     fast_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
