@@ -88,6 +88,14 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == b"T"
 
 
+def name_of(pid: int) -> str:
+    """Return what the kernel calls a process, such as pt_data_worker; empty if there is no such process."""
+    try:
+        return (_PROC / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def _state(pid: int) -> bytes | None:
     """Return the state of a process as the kernel writes it; None if there is no such process."""
     try:
