@@ -6,7 +6,7 @@ import contextlib
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform, inform_if_slow
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, say_if_copy
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -42,6 +42,7 @@ def command(run: RunOrSweep) -> None:
         with contextlib.suppress(SlurmError):  # looking up its state reports this
             adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
+        say_if_copy(found, status.record)
         stop_run(found, status)
 
 

@@ -41,7 +41,7 @@ from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded, list_attempts
-from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
+from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
@@ -279,6 +279,7 @@ class Keeper:
             )
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
+            self._leave_to_chain(bad)
             raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
@@ -291,6 +292,15 @@ class Keeper:
             self._record(attempt, Decision("requeue", why))
         self._leave(bad)
         return KeptStart("start again", "requeue", why)
+
+    def _leave_to_chain(self, bad: list[str]) -> None:
+        """Exclude bad hosts from the next job of the chain, as far as storage tells which that is."""
+        start = self._allocation.start
+        if not bad or start is None:
+            return
+        link = self._host.within(_RECORD_SECONDS, lambda: next_of_chain(self._run, start.task))
+        if link is not None:
+            self._leave(bad, link)
 
     def _leave(self, bad: list[str], link: str | None = None) -> None:
         """Exclude bad hosts from the job's further starts, or from the next job of its chain."""

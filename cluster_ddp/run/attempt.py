@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
-from cluster_ddp.run.record import add_slurm_job, update_record
+from cluster_ddp.run.record import add_slurm_job, begin_as_copy, is_of_original, read_record, update_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
@@ -68,6 +69,8 @@ def begin_attempt(
         The run's folder cannot be read or written, or the attempt was given up.
     """
     run.refuse_links()
+    with contextlib.suppress(RunError):  # as for a run without a record
+        begin_as_copy(run)
     history = read_history(run, strict=True)
     last, decision = history.last, None
     while True:
@@ -142,6 +145,9 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
     """Whether an attempt is alive, as far as can be determined without Slurm; None if unknown."""
     if record.ended is not None:
         return False
+    with contextlib.suppress(RunError):
+        if is_of_original(history.run, read_record(history.run), record.slurm_job_id):
+            return False
     alive = is_alive(record.process) if record.process is not None else False
     if alive is not None:
         return alive

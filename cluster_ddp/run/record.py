@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
+_JOB_LISTS = ("slurm_job_ids", "jobs_of_original")
 _COMMENT = "cluster_ddp "  # begins the comment of our jobs; the run's id follows
 
 
@@ -53,6 +54,8 @@ class RunRecord:
     # The process that submits a job to a batch system, and since when, until the job's id is noted. If that process is
     # gone, the job may or may not be in the queue
     submitting: dict[str, Any] | None = None
+    directory: str | None = None  # where the run was made, or began as a copy; None in records of older versions
+    jobs_of_original: tuple[str, ...] = ()  # of a copy: the Slurm jobs that it has noted from its original
 
     @property
     def busy(self) -> bool:
@@ -72,10 +75,11 @@ class OrphanedJob:
 _FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
 
 
-def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
+def new_record(spec: JobSpec, run: RunDirectory, *, run_id: str, via: str) -> RunRecord:
     """Make the record of a new run."""
     return RunRecord(
         id=run_id,
+        directory=str(run.path.absolute()),
         name=spec.name,
         created=time.time(),
         via=via,
@@ -101,7 +105,8 @@ def read_record(run: RunDirectory) -> RunRecord:
         value = json.loads(read_file(run.record_file, MAX_RECORD))
         record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
         _check_kinds(record)
-        return dataclasses.replace(record, slurm_job_ids=tuple(map(str, record.slurm_job_ids)))
+        noted, of_original = (tuple(map(str, getattr(record, name))) for name in _JOB_LISTS)
+        return dataclasses.replace(record, slurm_job_ids=noted, jobs_of_original=of_original)
     except FileNotFoundError:
         raise RunError(f"{run.record_file} does not exist; without it {run.path} is not a run") from None
     except OSError as error:
@@ -119,7 +124,10 @@ def _check_kinds(record: RunRecord) -> None:
     right = {
         **{name: isinstance(getattr(record, name), str) for name in ("id", "name", "via", "wandb_id")},
         "created": as_time(record.created) is not None,
-        "git_revision": optional(lambda value: isinstance(value, str), record.git_revision),
+        **{
+            name: optional(lambda value: isinstance(value, str), getattr(record, name))
+            for name in ("git_revision", "directory")
+        },
         "versions": isinstance(record.versions, dict)
         and all(isinstance(version, str) for version in record.versions.values()),
         **{
@@ -128,8 +136,11 @@ def _check_kinds(record: RunRecord) -> None:
         },
         "global_batch": optional(lambda value: (as_whole(value) or 0) > 0, record.global_batch),
         "submitting": optional(lambda value: isinstance(value, dict), record.submitting),
-        "slurm_job_ids": isinstance(record.slurm_job_ids, (list, tuple))
-        and all(is_job_id(str(job_id)) for job_id in record.slurm_job_ids),
+        **{
+            name: isinstance(getattr(record, name), (list, tuple))
+            and all(is_job_id(str(job_id)) for job_id in getattr(record, name))
+            for name in _JOB_LISTS
+        },
     }
     wrong = [name for name, is_right in right.items() if not is_right]
     if wrong:
@@ -160,12 +171,43 @@ def add_slurm_job(run: RunDirectory, job_id: str) -> None:
 
 def announce_submission(run: RunDirectory) -> None:
     """Note that this process is about to submit a job of the run to a batch system, until the job's id is noted."""
+    begin_as_copy(run)
     update_record(run, submitting=claim())
 
 
 def slurm_comment(run_id: str) -> str:
     """Return the comment of a run's Slurm jobs, which identifies them: Slurm reuses job ids."""
     return f"{_COMMENT}{run_id}"
+
+
+def original_of(run: RunDirectory, record: RunRecord) -> Path | None:
+    """Return the run directory that this one is a copy of and has not been started as yet; None if it is none.
+
+    If nothing is left where it was made, it was moved, and is the original.
+    """
+    original = Path(record.directory or run.path)
+    if original == run.path or not os.path.lexists(original / run.record_file.name):
+        return None
+    try:
+        return None if original.samefile(run.path) else original
+    except OSError:
+        return None
+
+
+def begin_as_copy(run: RunDirectory) -> None:
+    """Note in a copy, which is about to be started, that the jobs it has noted so far are its original's."""
+
+    def change(record: RunRecord) -> RunRecord:
+        jobs = tuple(dict.fromkeys((*record.jobs_of_original, *record.slurm_job_ids)))
+        return dataclasses.replace(record, directory=str(run.path.absolute()), jobs_of_original=jobs)
+
+    if original_of(run, read_record(run)) is not None:
+        _change(run, change)
+
+
+def is_of_original(run: RunDirectory, record: RunRecord, job_id: str | None) -> bool:
+    """Whether the run is a copy, and that job, or an attempt that it has begun, one of its original's."""
+    return job_id in record.jobs_of_original or original_of(run, record) is not None
 
 
 def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
@@ -184,7 +226,7 @@ def orphaned_job(run: RunDirectory, record: RunRecord) -> OrphanedJob | None:
 
     The name of an element, which its own job's comment contains, may also be used in a different sweep.
     """
-    if record.submitting is None or record.busy or run.sweep_id is not None:
+    if record.submitting is None or record.busy or run.sweep_id is not None or original_of(run, record) is not None:
         return None
     return OrphanedJob(frozenset(names_in_comments(run, record)))
 

@@ -156,7 +156,7 @@ def _fill(
         from cluster_ddp.run.code import keep_code
 
         keep_code(run, code)
-    write_record(storage, run, new_record(spec, run_id=run_id, via=via))  # last: it makes the folder a run
+    write_record(storage, run, new_record(spec, run, run_id=run_id, via=via))  # last: it makes the folder a run
 
 
 def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:

@@ -22,6 +22,7 @@ from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.run import decision, events
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.reading import read_on
+from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.storage import Storage
@@ -335,6 +336,22 @@ def test_storage_that_hangs_as_an_attempt_begins_is_told_and_left(
     words = capsys.readouterr().err
     assert "the attempt cannot begin yet: storage" in words and "waiting for up to 15 min" in words
     assert "the attempt could not begin: storage does not respond" in words
+
+
+def test_the_next_job_of_a_chain_leaves_a_host_whose_storage_hangs(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them waited there for 15 minutes."""
+    left = list[object]()
+    _hang(monkeypatch, "begin")
+    monkeypatch.setattr(SimulatedAllocation, "has_enough_others", lambda allocation, bad: True)
+    monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad, link: bool(left.append((bad, link))))
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    for job in ("77", "78", "79"):
+        add_slurm_job(run, job)
+    with pytest.raises(ClusterDDPError):
+        live(World(run, 0, Life(requeues=("refused",) * 3)))
+    assert left == [([socket.gethostname()], "78")]
 
 
 @pytest.mark.parametrize(
