@@ -273,9 +273,11 @@ class NodeProgram:
 
     def _end_lingering(self, outcome: str) -> None:
         who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
+        script = "" if self._trains_a_task else ", or what the script does after the block of join_run() may hang"
         self._warn(
             f"the work of rank {who} on {self._host} was done, but it did not exit and is killed: a thread that is not "
-            f"a daemon may still run, or a function registered with atexit (see its stacks in {self._attempt.path})"
+            f"a daemon may still run, or a function registered with atexit{script} (see its stacks in "
+            f"{self._attempt.path})"
         )
         self._collect_stacks()
         self._end(outcome)

@@ -15,7 +15,7 @@ from cluster_ddp.run.jobs import KnownRun, current_job, know
 from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
-from cluster_ddp.run.record import RunRecord, original_of
+from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import last_failure, warnings_of
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.silence import silent_nodes
@@ -126,8 +126,6 @@ def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJo
     if reason is None and state is RunState.RUNNING:
         kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)
         reason = str(kept[-1].get("reason")) if kept else None
-    if state is RunState.LOST and record is not None and (original := original_of(run, record)) is not None:
-        reason = f"it is a copy of {original}, whose attempts and Slurm jobs are not its own; resume starts it as one"
     if known.unreadable is not None:
         reason = f"{known.unreadable}; {reason}" if reason else known.unreadable
     return RunSummary(
