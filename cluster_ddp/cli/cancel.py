@@ -14,7 +14,7 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.record import RunRecord, is_of_original, read_record, run_in_comment
-from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
+from cluster_ddp.run.runs import find_run_to_change, name_for_commands, runs_dir_of
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
@@ -36,7 +36,7 @@ def command(run: RunOrSweep) -> None:
     _mark(found)
     ended = _cancel_jobs(found, record)
     jobs = f" and its Slurm job{'s' if len(ended) > 1 else ''} {', '.join(ended)}" if ended else ""
-    inform(f"cancelled {found.id}{jobs} (to start it again: {how_to_go_on(found.id, record)})")
+    inform(f"cancelled {found.id}{jobs} (to start it again: {how_to_go_on(name_for_commands(found), record)})")
 
 
 def _mark(found: RunDirectory) -> None:

@@ -16,7 +16,7 @@ from cluster_ddp.run.jobs import know
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord, original_of
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.runs import runs_dir_of
+from cluster_ddp.run.runs import name_for_commands
 from cluster_ddp.run.state_cache import Known
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep_status import SweepCounts
@@ -93,7 +93,7 @@ def sweep_lines(sweeps: Sequence[SweepCounts]) -> list[str]:
 
 def report_ended(run: RunDirectory, status: RunStatus) -> int:
     """Say how a run that trained here ended and how to go on; returns the exit status."""
-    name = run.id if run.path.parent == runs_dir_of(None) else str(run.path)
+    name = name_for_commands(run)
     total = f" of {status.total_steps}" if status.total_steps else ""
     steps = "" if status.step is None else f"step {status.step}{total}"
     failed = status.state not in _EXIT_STATUS and status.attempts

@@ -39,6 +39,11 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
     return _absolute(chosen or "runs")
 
 
+def name_for_commands(run: RunDirectory) -> str:
+    """Return how commands find a run: by its id, or outside of the runs folder by its directory."""
+    return run.id if run.path.parent == runs_dir_of(None) else str(run.path)
+
+
 def create_run(
     spec: JobSpec, *, runs_dir: Path, via: str, script: str | None, folder: str | None = None
 ) -> RunDirectory:

@@ -58,6 +58,8 @@ def test_a_copy_is_resumed_as_a_run_of_its_own(
     said = call("resume", str(copied.path))
     assert said.status == 0, said.err
     assert f"is a copy of {run.path}" in said.err
+    name = copied.id if copied.path.parent == run.path.parent else copied.path
+    assert f"cluster-ddp stop {name} " in said.err, "by the name of the original, the original would be stopped"
     slurm.queue.write_text(
         f"101|101|RUNNING|n[1-2]|None|cluster_ddp {run.id}\n102|102|PENDING||Priority|cluster_ddp {copied.id}\n"
     )
