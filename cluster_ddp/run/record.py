@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster_ddp.run.directory import copied_from
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
@@ -181,17 +182,8 @@ def slurm_comment(run_id: str) -> str:
 
 
 def original_of(run: RunDirectory, record: RunRecord) -> Path | None:
-    """Return the run directory that this one is a copy of and has not been started as yet; None if it is none.
-
-    If nothing is left where it was made, it was moved, and is the original.
-    """
-    original = Path(record.directory or run.path)
-    if original == run.path or not os.path.lexists(original / run.record_file.name):
-        return None
-    try:
-        return None if original.samefile(run.path) else original
-    except OSError:
-        return None
+    """Return the run directory that this one is a copy of; None if it is none, or has been started as one."""
+    return copied_from(run.record_file, record.directory)
 
 
 def begin_as_copy(run: RunDirectory) -> None:
