@@ -16,7 +16,7 @@ from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
-from cluster_ddp.run.record import add_slurm_job, begin_as_copy, is_of_original, read_record, update_record
+from cluster_ddp.run.record import add_slurm_job, begin_as_copy, original_of, read_record, update_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
@@ -69,9 +69,8 @@ def begin_attempt(
         The run's folder cannot be read or written, or the attempt was given up.
     """
     run.refuse_links()
-    with contextlib.suppress(RunError):  # as for a run without a record
-        begin_as_copy(run)
     history = read_history(run, strict=True)
+    begin_as_copy(run, _count(history))
     last, decision = history.last, None
     while True:
         refuse_ended(history)
@@ -146,7 +145,8 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
     if record.ended is not None:
         return False
     with contextlib.suppress(RunError):
-        if is_of_original(history.run, read_record(history.run), record.slurm_job_id):
+        known = read_record(history.run)
+        if record.number < known.attempts_of_original or original_of(history.run, known) is not None:
             return False
     alive = is_alive(record.process) if record.process is not None else False
     if alive is not None:
@@ -179,9 +179,14 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
         The event cannot be written.
     """
     seen = seen or read_history(run)
+    begin_as_copy(run, _count(seen))
     writer = EventWriter(run, login_writer())
     if not writer.write(events.RESUME_REQUESTED, attempt=seen.last_number, by=by, cancels=len(seen.cancels)):
         raise RunError(f"cannot write to {run.events}, so the run cannot be resumed")
+
+
+def _count(history: History) -> int:
+    return 0 if history.last_number is None else history.last_number + 1
 
 
 def _publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], bool]) -> bool:

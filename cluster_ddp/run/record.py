@@ -56,7 +56,9 @@ class RunRecord:
     # gone, the job may or may not be in the queue
     submitting: dict[str, Any] | None = None
     directory: str | None = None  # where the run was made, or began as a copy; None in records of older versions
-    jobs_of_original: tuple[str, ...] = ()  # of a copy: the Slurm jobs that it has noted from its original
+    # Of a copy that has been started: the Slurm jobs that it has from its original, and how many attempts
+    jobs_of_original: tuple[str, ...] = ()
+    attempts_of_original: int = 0
 
     @property
     def busy(self) -> bool:
@@ -125,6 +127,7 @@ def _check_kinds(record: RunRecord) -> None:
     right = {
         **{name: isinstance(getattr(record, name), str) for name in ("id", "name", "via", "wandb_id")},
         "created": as_time(record.created) is not None,
+        "attempts_of_original": as_whole(record.attempts_of_original) is not None,
         **{
             name: optional(lambda value: isinstance(value, str), getattr(record, name))
             for name in ("git_revision", "directory")
@@ -172,7 +175,6 @@ def add_slurm_job(run: RunDirectory, job_id: str) -> None:
 
 def announce_submission(run: RunDirectory) -> None:
     """Note that this process is about to submit a job of the run to a batch system, until the job's id is noted."""
-    begin_as_copy(run)
     update_record(run, submitting=claim())
 
 
@@ -186,19 +188,31 @@ def original_of(run: RunDirectory, record: RunRecord) -> Path | None:
     return copied_from(run.record_file, record.directory)
 
 
-def begin_as_copy(run: RunDirectory) -> None:
-    """Note in a copy, which is about to be started, that the jobs it has noted so far are its original's."""
+def begin_as_copy(run: RunDirectory, attempts: int) -> None:
+    """Note in a copy, which is about to be started, that the jobs and attempts it has so far are its original's.
+
+    Parameters
+    ----------
+    attempts
+        How many those are.
+    """
 
     def change(record: RunRecord) -> RunRecord:
         jobs = tuple(dict.fromkeys((*record.jobs_of_original, *record.slurm_job_ids)))
-        return dataclasses.replace(record, directory=str(run.path.absolute()), jobs_of_original=jobs)
+        return dataclasses.replace(
+            record, directory=str(run.path.absolute()), jobs_of_original=jobs, attempts_of_original=attempts
+        )
 
-    if original_of(run, read_record(run)) is not None:
+    try:
+        record = read_record(run)
+    except RunError:  # as for a run that has none; whoever needs it says so
+        return
+    if original_of(run, record) is not None:
         _change(run, change)
 
 
 def is_of_original(run: RunDirectory, record: RunRecord, job_id: str | None) -> bool:
-    """Whether the run is a copy, and that job, or an attempt that it has begun, one of its original's."""
+    """Whether the run is a copy, and that job one of its original's."""
     return job_id in record.jobs_of_original or original_of(run, record) is not None
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from cli_stage import Call, Slurm
 
+from cluster_ddp.job import load_job
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.slurm.states import SlurmJob
@@ -80,6 +82,17 @@ def test_an_attempt_of_a_copy_begins_beside_that_of_its_original(run: RunDirecto
     assert read_record(copied).jobs_of_original == ("101",)
     with pytest.raises(RunAlive, match="attempt 1"):
         begin_attempt(copied, slurm_job_id="103", host="n1", pid=os.getpid(), nodes=2, procs=1)
+
+
+def test_a_copy_of_a_local_run_begins_beside_its_original(here: Path) -> None:
+    run = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
+    begin_attempt(run, host="n1", pid=os.getpid(), nodes=1, procs=1)
+    copied = RunDirectory(shutil.copytree(run.path, here / "copy"))
+    begin_attempt(copied, host="n1", pid=os.getpid(), nodes=1, procs=1)
+    with pytest.raises(RunAlive, match="attempt 1"):
+        begin_attempt(copied, host="n1", pid=os.getpid(), nodes=1, procs=1)
+    with pytest.raises(RunAlive, match="attempt 0"):
+        begin_attempt(run, host="n1", pid=os.getpid(), nodes=1, procs=1)
 
 
 def test_what_was_moved_is_the_original(call: Call, slurm: Slurm, run: RunDirectory, here: Path) -> None:
