@@ -80,8 +80,8 @@ def begin_attempt(
                     return run.attempt(last.number)
                 if last.restart_count > restart_count:  # its storage held this one up, or it was cut off from Slurm
                     raise RunAlive(
-                        f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing begins "
-                        f"in this earlier start. If that attempt is over: cluster-ddp resume {run.id}"
+                        f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
+                        f"begins in this earlier start. If that attempt is over: cluster-ddp resume {run.id}"
                     )
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 try:
