@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on, say_if_copy
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -13,8 +13,8 @@ from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, lo
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
-from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
-from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
+from cluster_ddp.run.record import RunRecord, is_of_original, read_record, run_in_comment
+from cluster_ddp.run.runs import find_run_to_change, name_for_commands, runs_dir_of
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
@@ -29,13 +29,14 @@ def command(run: RunOrSweep) -> None:
         return
     found = find_run_to_change(run, runs_dir_of(None))
     record = _record_of(found)
+    say_if_copy(found, record)
     if read_history(found).current(COMPLETED):
         inform(f"run {found.id} is complete; nothing to cancel")
         return
     _mark(found)
-    ended = _cancel_jobs(found)
+    ended = _cancel_jobs(found, record)
     jobs = f" and its Slurm job{'s' if len(ended) > 1 else ''} {', '.join(ended)}" if ended else ""
-    inform(f"cancelled {found.id}{jobs} (to start it again: {how_to_go_on(found.id, record)})")
+    inform(f"cancelled {found.id}{jobs} (to start it again: {how_to_go_on(name_for_commands(found), record)})")
 
 
 def _mark(found: RunDirectory) -> None:
@@ -71,7 +72,7 @@ def _stop_last_attempt(run: RunDirectory, history: History) -> None:
         inform(f"cluster-ddp: cannot write the stop file of attempt {last.number}: {error}")
 
 
-def _cancel_jobs(run: RunDirectory) -> list[str]:
+def _cancel_jobs(run: RunDirectory, record: RunRecord | None) -> list[str]:
     job_ids = slurm_job_ids(run)
     try:
         adopt_run_jobs(run, seconds=PATIENCE_SECONDS)
@@ -85,6 +86,8 @@ def _cancel_jobs(run: RunDirectory) -> list[str]:
             f"run {run.id} is marked as cancelled and no new attempt will start, but {which} may still run: {error}"
         ) from error
     for job in others:
+        if record is not None and is_of_original(run, record, job.job_id):
+            continue
         named = run_in_comment(job.comment)
         whose = f"names run {named}" if named else "names no run"
         inform(

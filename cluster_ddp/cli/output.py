@@ -53,11 +53,14 @@ def remark(remarks: Iterable[str]) -> None:
 
 def report_submitted(run: RunDirectory, job_id: str | None) -> None:
     """Say what was submitted and what to do next."""
+    from cluster_ddp.run.runs import name_for_commands  # most commands report nothing of this kind
+
+    name = name_for_commands(run)
     inform(
         f"run {run.id}" + (f", Slurm job {job_id}" if job_id else ""),
         f"  directory:  {run.path}",
-        f"  watch:      cluster-ddp status {run.id} --watch",
-        f"  end early:  cluster-ddp stop {run.id}   (for good: cancel)",
+        f"  watch:      cluster-ddp status {name} --watch",
+        f"  end early:  cluster-ddp stop {name}   (for good: cancel)",
     )
 
 

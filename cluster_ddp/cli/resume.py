@@ -10,7 +10,7 @@ import typer
 
 from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
 from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, report_ended
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, report_ended, say_if_copy
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
@@ -47,6 +47,7 @@ def command(
         adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
     seen = read_history(found)  # read before the run is judged: what happens from here on is not forgiven
     (status,) = describe_runs([found])
+    say_if_copy(found, status.record)
     plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs)
     remark(plan.remarks)
     job_id, exit_status = None, 0

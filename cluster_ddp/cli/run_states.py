@@ -14,9 +14,9 @@ from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import know
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
-from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.record import RunRecord, original_of
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.runs import runs_dir_of
+from cluster_ddp.run.runs import name_for_commands
 from cluster_ddp.run.state_cache import Known
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep_status import SweepCounts
@@ -33,6 +33,16 @@ S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
 """Seconds that a person who asks waits for squeue; the run directories say most of it."""
+
+
+def say_if_copy(run: RunDirectory, record: RunRecord | None) -> None:
+    """Tell somebody who changes a copy of a run that it is one."""
+    original = original_of(run, record) if record is not None else None
+    if original is not None:
+        inform(
+            f"cluster-ddp: {one_line(str(run.path))} is a copy of {one_line(str(original))}; that run and its Slurm "
+            "jobs are left alone"
+        )
 
 
 def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
@@ -83,7 +93,7 @@ def sweep_lines(sweeps: Sequence[SweepCounts]) -> list[str]:
 
 def report_ended(run: RunDirectory, status: RunStatus) -> int:
     """Say how a run that trained here ended and how to go on; returns the exit status."""
-    name = run.id if run.path.parent == runs_dir_of(None) else str(run.path)
+    name = name_for_commands(run)
     total = f" of {status.total_steps}" if status.total_steps else ""
     steps = "" if status.step is None else f"step {status.step}{total}"
     failed = status.state not in _EXIT_STATUS and status.attempts

@@ -6,7 +6,7 @@ import contextlib
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform, inform_if_slow
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, say_if_copy
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -16,7 +16,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
+from cluster_ddp.run.runs import find_run_to_change, name_for_commands, runs_dir_of
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
@@ -42,6 +42,7 @@ def command(run: RunOrSweep) -> None:
         with contextlib.suppress(SlurmError):  # looking up its state reports this
             adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
+        say_if_copy(found, status.record)
         stop_run(found, status)
 
 
@@ -52,7 +53,8 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
     waits = current is not None and status.state in (RunState.REQUEUED, RunState.HELD)
     if not status.state.alive and not waits:
         raise RunError(
-            f"run {found.id} is {status.state.value}: it is not running, so there is nothing to stop.{_advice(status)}"
+            f"run {found.id} is {status.state.value}: it is not running, so there is nothing to stop."
+            f"{_advice(found, status)}"
         )
     over = last is None or attempt_is_alive(history, last) is False
     # An attempt from before a `resume` no longer counts, unless it is alive or its keeper may restart it.
@@ -65,7 +67,8 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
     number = _ask(found, last.number)
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
     _take_out_of_queue(found, last.slurm_job_id, waits=waits)
-    see = f"(see: cluster-ddp status {found.id}; continue later: {how_to_go_on(found.id, status.record)})"
+    name = name_for_commands(found)
+    see = f"(see: cluster-ddp status {name}; continue later: {how_to_go_on(name, status.record)})"
     if over:
         inform(f"attempt {number} of {found.id} has ended already; no other attempt will follow it {see}")
     elif history.reports_nothing:
@@ -109,8 +112,9 @@ def _take_out_of_queue(run: RunDirectory, last: str | None, *, waits: bool) -> N
         inform(f"cluster-ddp: other jobs of this run may still be queued; they exit when they start: {error}")
 
 
-def _advice(status: RunStatus) -> str:
+def _advice(run: RunDirectory, status: RunStatus) -> str:
+    name = name_for_commands(run)
     if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
-        return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {status.run_id}"
-    go_on = how_to_go_on(status.run_id, status.record)
+        return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {name}"
+    go_on = how_to_go_on(name, status.record)
     return "" if status.state is RunState.COMPLETED else f" To continue it: {go_on}"

@@ -23,7 +23,7 @@ from cluster_ddp.run.events import (
     read_events,
 )
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.record import names_in_comments, read_record, run_in_comment
+from cluster_ddp.run.record import is_of_original, names_in_comments, read_record, run_in_comment
 from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.run.storage import FULL_ERRORS, PASSING_ERRORS
 from cluster_ddp.slurm.commands import SlurmError, query_jobs
@@ -44,7 +44,9 @@ _QUEUE_SECONDS = 20.0
 _SLOW_SECONDS = 10.0  # after which storage counts as hanging
 
 
-def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDirectory:
+def begin(
+    run: RunDirectory, start: SlurmStart | None, *, pid: int, given_up: Callable[[], bool] = lambda: False
+) -> AttemptDirectory:
     """Begin the attempt of this start; the same start of a Slurm job gets the same attempt again.
 
     Parameters
@@ -53,6 +55,8 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
         The start of the Slurm job; None outside of Slurm, where the attempt has one node.
     pid
         The process that lives as long as the attempt.
+    given_up
+        See `begin_attempt`.
 
     Raises
     ------
@@ -61,7 +65,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
     """
     procs = read_record(run).procs
     if start is None:
-        return begin_attempt(run, host=socket.gethostname(), pid=pid, nodes=1, procs=procs)
+        return begin_attempt(run, host=socket.gethostname(), pid=pid, nodes=1, procs=procs, given_up=given_up)
     attempt = begin_attempt(
         run,
         slurm_job_id=start.task,
@@ -72,6 +76,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
         procs=procs,
         job_alive=_job_is_active,
         another_runs=lambda job_id: _is_another_runs(run, job_id),
+        given_up=given_up,
     )
     if attempt.number:
         record_lost_nodes(read_history(run), run.attempt(attempt.number - 1), EventWriter(run, login_writer()))
@@ -188,13 +193,16 @@ def _job_is_active(job_id: str) -> bool | None:
 
 
 def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
-    """Whether a job's comment says that it belongs to a different run, of which this directory is a copy."""
+    """Whether a job belongs to a different run, of which this directory is a copy."""
+    record = read_record(run)
+    if is_of_original(run, record, job_id):
+        return True
     try:
         job = _job(job_id)
     except SlurmError:
         return False
     named = None if job is None else run_in_comment(job.comment)
-    return named is not None and named not in names_in_comments(run, read_record(run))
+    return named is not None and named not in names_in_comments(run, record)
 
 
 def _job(job_id: str) -> SlurmJob | None:

@@ -21,6 +21,11 @@ _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
 _LINGERING_SECONDS = 600.0  # for the processes of ranks whose work is done: threads of the user's may upload something
 _LINGERING_STOPPED_SECONDS = 60.0  # the same after a stop request
+# The same for a script, which may do more after its block, while it does not compute: it may also wait for a rank on
+# another node that does, which Gloo allows for half an hour.
+_STANDSTILL_SECONDS = 1800.0
+_STANDSTILL_LOOK_SECONDS = 60.0
+_COMPUTING = 0.01  # of a CPU, in one process: threads of torch and NCCL wake up now and then
 _IDLE_MARGIN_SECONDS = 600.0  # beyond join_timeout; torchrun waits half as long for other agents to end
 _STARTING_SECONDS = 20.0  # a stop while ranks are starting: they may end by themselves
 _ENDING_SECONDS = 5.0  # a Python that is shutting down no longer handles signals
@@ -52,6 +57,8 @@ class ForcedEnd:
         self._looked = [clock()] * 2  # the last two times
         self._ended_at_once = False
         self._has_warned = False
+        self._cpu_seconds: dict[int, float] = {}  # by process, at the last look
+        self._cpu_looked = self._computed = 0.0  # when that was, and when a process was last seen to compute
 
     @property
     def has_stopped_script(self) -> bool:
@@ -95,16 +102,29 @@ class ForcedEnd:
     def of_lingering_ranks(self) -> str | None:
         """Return the outcome with which to end ranks that have done their work but do not exit; None while they may.
 
-        A thread that is not a daemon may keep them, or a function registered with `atexit`. What a script does after
-        the block of `join_run` is its own business, unless it is asked to stop.
+        A thread that is not a daemon may keep them, or a function registered with `atexit`. A script may do more after
+        the block of `join_run`, and as long as it computes it is only ended if it is asked to stop.
         """
         done_for = self._ranks.done_for()
         if done_for is None:
             return None
         if self._stopping.reason is None:
-            return DONE if self._trains_a_task and done_for > _LINGERING_SECONDS else None
+            if self._trains_a_task:
+                return DONE if done_for > _LINGERING_SECONDS else None
+            return DONE if min(done_for, self._stands_still_for()) > _STANDSTILL_SECONDS else None
         patience = _ENDING_SECONDS if self._stopping.level == AT_ONCE else _LINGERING_STOPPED_SECONDS
         return STOPPED if min(done_for, self._stopping.waited()) > patience else None
+
+    def _stands_still_for(self) -> float:
+        """Return the seconds for which no process of the ranks has computed, as far as was looked at."""
+        now = self._clock()
+        if now - self._cpu_looked >= _STANDSTILL_LOOK_SECONDS:
+            before, self._cpu_seconds = self._cpu_seconds, self._ranks.cpu_seconds()
+            most = _COMPUTING * (now - self._cpu_looked)
+            if any(used - before.get(pid, -most) >= most for pid, used in self._cpu_seconds.items()):
+                self._computed = now
+            self._cpu_looked = now
+        return now - self._computed
 
     def _agent_alone(self) -> str | None:
         """Return the outcome of an agent whose ranks are gone: they have saved what there was to save."""

@@ -41,7 +41,7 @@ from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded, list_attempts
-from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
+from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
@@ -102,6 +102,7 @@ class Keeper:
         self._end = EndOfJob(allocation, self._host, warning=warning)
         self._attempt: AttemptDirectory | None = None
         self._storage_answers = True
+        self._gave_up = False  # on beginning an attempt, which may still be under way in the background
 
     def keep(self) -> KeptStart:
         """See the job through to the end.
@@ -186,10 +187,11 @@ class Keeper:
         return True
 
     def _begin(self) -> AttemptDirectory:
-        return begin(self._run, self._allocation.start, pid=os.getpid())
+        return begin(self._run, self._allocation.start, pid=os.getpid(), given_up=lambda: self._gave_up)
 
     def _give_up(self) -> KeptStart:
         """Requeue the job, whose attempt could not begin."""
+        self._gave_up = True
         if self._end.reason is not None:
             self._end.find_out_why(self._say_delayed)
             return self._start_again(None, [], "the job is ended before its attempt could begin")
@@ -277,6 +279,7 @@ class Keeper:
             )
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
+            self._leave_to_chain(bad)
             raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
@@ -289,6 +292,15 @@ class Keeper:
             self._record(attempt, Decision("requeue", why))
         self._leave(bad)
         return KeptStart("start again", "requeue", why)
+
+    def _leave_to_chain(self, bad: list[str]) -> None:
+        """Exclude bad hosts from the next job of the chain, as far as storage tells which that is."""
+        start = self._allocation.start
+        if not bad or start is None:
+            return
+        link = self._host.within(_RECORD_SECONDS, lambda: next_of_chain(self._run, start.task))
+        if link is not None:
+            self._leave(bad, link)
 
     def _leave(self, bad: list[str], link: str | None = None) -> None:
         """Exclude bad hosts from the job's further starts, or from the next job of its chain."""

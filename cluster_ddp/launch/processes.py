@@ -88,13 +88,32 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == b"T"
 
 
+def name_of(pid: int) -> str:
+    """Return what the kernel calls a process, such as pt_data_worker; empty if there is no such process."""
+    try:
+        return (_PROC / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that all threads of a process have used so far; 0 if there is no such process."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
 def _state(pid: int) -> bytes | None:
     """Return the state of a process as the kernel writes it; None if there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return what the kernel says of a process behind its name, beginning with its state; empty if there is none."""
     try:
-        stat = (_PROC / str(pid) / "stat").read_bytes()
+        return (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return None
-    return stat.rpartition(b")")[2].split()[0]
+        return []
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

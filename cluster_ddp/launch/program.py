@@ -17,7 +17,7 @@ from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.processes import is_stopped, kill_all
+from cluster_ddp.launch.processes import is_stopped, kill_all, marked_processes, name_of
 from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput, RankWarnings, Relay
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.reaper import Reaper
@@ -255,22 +255,29 @@ class NodeProgram:
         )
 
     def _end_hung(self) -> None:
-        for slot in self._ranks.slots():
-            if is_stopped(slot.pid):  # all ranks are silent in a hang; this is the one that the others wait for
-                reason = (
-                    f"rank {slot.rank} on {self._host} hangs: a signal (SIGSTOP) has stopped its process, and nobody "
-                    "has continued it (SIGCONT)"
-                )
-                say(f"cluster-ddp: {reason}")
-                self._record(events.HANG, step=slot.step, rank=slot.rank, stopped=True, reason=reason)
+        slots = {str(slot.rank): slot for slot in self._ranks.slots()}
+        for process in marked_processes(self._heartbeat.path):
+            slot = slots.get(process.environment.get("RANK", ""))
+            if slot is None or not is_stopped(process.pid):
+                continue
+            # All ranks are silent in a hang; this is the one that the others wait for, itself or for its worker.
+            its = "its process" if process.pid == slot.pid else f"its worker {process.pid} ({name_of(process.pid)})"
+            reason = (
+                f"rank {slot.rank} on {self._host} hangs: a signal (SIGSTOP) has stopped {its}, and nobody has "
+                "continued it (SIGCONT)"
+            )
+            say(f"cluster-ddp: {reason}")
+            self._record(events.HANG, step=slot.step, rank=slot.rank, stopped=True, reason=reason)
         self._collect_stacks()
         self._end(HUNG)
 
     def _end_lingering(self, outcome: str) -> None:
         who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
+        script = "" if self._trains_a_task else ", or what the script does after the block of join_run() may hang"
         self._warn(
             f"the work of rank {who} on {self._host} was done, but it did not exit and is killed: a thread that is not "
-            f"a daemon may still run, or a function registered with atexit (see its stacks in {self._attempt.path})"
+            f"a daemon may still run, or a function registered with atexit{script} (see its stacks in "
+            f"{self._attempt.path})"
         )
         self._collect_stacks()
         self._end(outcome)

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile, RankSlot
 from cluster_ddp.launch.logs import last_lines
-from cluster_ddp.launch.processes import is_alive, marked_processes
+from cluster_ddp.launch.processes import cpu_seconds, is_alive, marked_processes
 from cluster_ddp.run.phase import Phase
 
 # How an error begins on standard error: Python's, or the trainer's own message, which may have several lines.
@@ -109,6 +109,11 @@ class LocalRanks:
     def all_done(self) -> bool:
         """Whether every rank of the node has said that its work is done."""
         return all(slot.pid and slot.phase is Phase.DONE for slot in self._heartbeat.slots)
+
+    def cpu_seconds(self) -> dict[int, float]:
+        """Return the CPU time that the ranks and the processes they have started have used so far, by process id."""
+        started = (process for process in marked_processes(self._heartbeat.path) if "RANK" in process.environment)
+        return {process.pid: cpu_seconds(process.pid) for process in started}
 
     def done_for(self) -> float | None:
         """Return for how many seconds all ranks of the node have been done while any is alive; None if they are not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
-from cluster_ddp.run.record import add_slurm_job, update_record
+from cluster_ddp.run.record import add_slurm_job, begin_as_copy, original_of, read_record, update_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
@@ -32,6 +33,7 @@ def begin_attempt(
     procs: int | None,
     job_alive: Callable[[str], bool | None] | None = None,
     another_runs: Callable[[str], bool] | None = None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> AttemptDirectory:
     """Begin the next attempt of a run, or return the one that this allocation has already begun.
 
@@ -50,26 +52,35 @@ def begin_attempt(
     another_runs
         Asks Slurm whether a job belongs to a different run: then this directory is a copy of that one, and what is
         alive is not its own. Called only when the previous attempt may be alive.
+    given_up
+        Whether nobody waits for the attempt any longer, since storage held it up. Asked last, just before the attempt
+        begins.
 
     Raises
     ------
     RunAlive
-        Another attempt is alive, or may be.
+        Another attempt is alive, or may be, or belongs to a later start of the same job.
     RunEnded
         The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and nobody has
         asked to resume it since.
     RunError
-        The run's folder cannot be read or written.
+        The run's folder cannot be read or written, or the attempt was given up.
     """
     run.refuse_links()
     history = read_history(run, strict=True)
-    refuse_ended(history)
+    begin_as_copy(run, _count(history))
     last, decision = history.last, None
     while True:
+        refuse_ended(history)
         if last is not None:
-            same = slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count)
-            if same and last.number >= history.first_number:
-                return run.attempt(last.number)
+            if slurm_job_id is not None and last.slurm_job_id == slurm_job_id and last.number >= history.first_number:
+                if last.restart_count == restart_count:
+                    return run.attempt(last.number)
+                if last.restart_count > restart_count:  # its storage held this one up, or it was cut off from Slurm
+                    raise RunAlive(
+                        f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
+                        f"begins in this earlier start. If that attempt is over: cluster-ddp resume {run.id}"
+                    )
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 try:
                     _refuse_alive(run, history, last, job_alive, another_runs)
@@ -85,13 +96,13 @@ def begin_attempt(
             )
         record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
         try:
-            published = _publish(run, record)
+            published = _publish(run, record, given_up)
         except OSError as error:
             raise RunError(f"cannot begin an attempt in {run.attempts}: {error}") from error
         if published:
             break
         # Another process was first. Its folder is looked up by name: a listing may be stale on network storage.
-        history, last = read_history(run), read_attempt(run.attempt(number))
+        history, last = read_history(run, strict=True), read_attempt(run.attempt(number))
     if last is not None and decision is not None:
         record_decision(run.attempt(last.number), decision, writer=login_writer())
     if slurm_job_id is not None:
@@ -131,6 +142,10 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
     """Whether an attempt is alive, as far as can be determined without Slurm; None if unknown."""
     if record.ended is not None:
         return False
+    with contextlib.suppress(RunError):
+        known = read_record(history.run)
+        if record.number < known.attempts_of_original or original_of(history.run, known) is not None:
+            return False
     alive = is_alive(record.process) if record.process is not None else False
     if alive is not None:
         return alive
@@ -162,12 +177,17 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
         The event cannot be written.
     """
     seen = seen or read_history(run)
+    begin_as_copy(run, _count(seen))
     writer = EventWriter(run, login_writer())
     if not writer.write(events.RESUME_REQUESTED, attempt=seen.last_number, by=by, cancels=len(seen.cancels)):
         raise RunError(f"cannot write to {run.events}, so the run cannot be resumed")
 
 
-def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
+def _count(history: History) -> int:
+    return 0 if history.last_number is None else history.last_number + 1
+
+
+def _publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], bool]) -> bool:
     """Create the attempt's folder with its record in one step; return False if another process has taken the number.
 
     A folder cannot be renamed onto one that is not empty, so only one process wins, and no folder is ever seen without
@@ -179,10 +199,12 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
     try:
         write_json(storage, draft.record_file, record.to_json())
         replace_file(storage, draft.rendezvous_key, os.urandom(KEY_BYTES), mode=0o600)
+        if given_up():
+            raise RunError(f"attempt {record.number} does not begin: it was given up")
         storage.rename(draft.path, run.attempt(record.number).path)
-    except OSError:
+    except (OSError, RunError) as error:
         storage.rmtree(draft.path)
-        if run.attempt(record.number).record_file.exists():
+        if isinstance(error, OSError) and run.attempt(record.number).record_file.exists():
             return False
         raise
     storage.fsync_dir(run.attempts)

@@ -102,7 +102,7 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     counted = [record for record in history.attempts if history.first_number <= record.number <= number]
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:
-        if link := _next_of_chain(history, number):
+        if link := _next_job(history, number):
             return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues", link)
         return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
@@ -111,11 +111,15 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     return Decision("requeue", outcome.why)
 
 
-def _next_of_chain(history: History, number: int) -> str | None:
-    """Return the job that is queued behind the attempt's own for the same run; None if there is none."""
+def _next_job(history: History, number: int) -> str | None:
     own = next((record.slurm_job_id for record in history.attempts if record.number == number), None)
+    return next_of_chain(history.run, own)
+
+
+def next_of_chain(run: RunDirectory, own: str | None) -> str | None:
+    """Return the job that is queued behind a job for the same run; None if there is none."""
     try:
-        job_ids = read_record(history.run).slurm_job_ids
+        job_ids = read_record(run).slurm_job_ids
     except RunError:
         return None
     behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()

@@ -141,6 +141,20 @@ class RunDirectory:
         return os.path.lexists(self.record_file)
 
 
+def copied_from(record_file: Path, made_in: str | None) -> Path | None:
+    """Return the folder that the one with this record is a copy of, by where it was made; None if it is no copy.
+
+    If nothing is left where it was made, it was moved, and is the original.
+    """
+    original = Path(made_in or record_file.parent)
+    if original == record_file.parent or not os.path.lexists(original / record_file.name):
+        return None
+    try:
+        return None if original.samefile(record_file.parent) else original
+    except OSError:
+        return None
+
+
 def step_name(step: int) -> str:
     """The name of a complete checkpoint's folder; nothing else in ``<run>/checkpoints`` begins with ``step-``."""
     return f"step-{step:08d}"

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.record import OrphanedJob, RunRecord, names_in_comments, orphaned_job, read_record, run_in_comment
+from cluster_ddp.run.record import (
+    OrphanedJob,
+    RunRecord,
+    is_of_original,
+    names_in_comments,
+    orphaned_job,
+    read_record,
+    run_in_comment,
+)
 from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
@@ -30,6 +38,10 @@ class KnownRun:
         noted = list(self.record.slurm_job_ids) if self.record else []
         begun = [attempt.slurm_job_id for attempt in self.attempts if attempt.slurm_job_id]
         return list(dict.fromkeys([*noted, *begun, *self.found]))
+
+    def is_of_original(self, job_id: str) -> bool:
+        """Whether the run is a copy, and that job one of its original's."""
+        return self.record is not None and is_of_original(self.run, self.record, job_id)
 
 
 def know(run: RunDirectory) -> KnownRun:
@@ -54,13 +66,13 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
     which only its owner and Slurm's administrators can set, names the run.
     """
     known = know(run)
-    own = names_in_comments(run, known.record if is_mine(run.record_file) else None)
+    names = names_in_comments(run, known.record)
+    if not is_mine(run.record_file):
+        names &= names_in_comments(run, None)
     jobs = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in known.slurm_job_ids if job_id in slurm_jobs]
     living = [job for job in jobs if job.state in ACTIVE | WAITING]
-    return (
-        [job for job in living if run_in_comment(job.comment) in own],
-        [job for job in living if run_in_comment(job.comment) not in own],
-    )
+    own = [job for job in living if run_in_comment(job.comment) in names and not known.is_of_original(job.job_id)]
+    return own, [job for job in living if job not in own]
 
 
 def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
@@ -76,5 +88,6 @@ def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob
 def _own_jobs(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
     """Return the run's own jobs that Slurm knows, without ids that Slurm has since reused for a different run."""
     own = {None, *names_in_comments(known.run, known.record)}  # None: submitted by hand
-    told = ((job_id, slurm_jobs[job_id]) for job_id in known.slurm_job_ids if job_id in slurm_jobs)
+    noted = [job_id for job_id in known.slurm_job_ids if job_id in slurm_jobs and not known.is_of_original(job_id)]
+    told = ((job_id, slurm_jobs[job_id]) for job_id in noted)
     return [job._replace(job_id=job_id) for job_id, job in told if run_in_comment(job.comment) in own]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster_ddp.run.directory import copied_from
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
+_JOB_LISTS = ("slurm_job_ids", "jobs_of_original")
 _COMMENT = "cluster_ddp "  # begins the comment of our jobs; the run's id follows
 
 
@@ -53,6 +55,10 @@ class RunRecord:
     # The process that submits a job to a batch system, and since when, until the job's id is noted. If that process is
     # gone, the job may or may not be in the queue
     submitting: dict[str, Any] | None = None
+    directory: str | None = None  # where the run was made, or began as a copy; None in records of older versions
+    # Of a copy that has been started: the Slurm jobs that it has from its original, and how many attempts
+    jobs_of_original: tuple[str, ...] = ()
+    attempts_of_original: int = 0
 
     @property
     def busy(self) -> bool:
@@ -72,10 +78,11 @@ class OrphanedJob:
 _FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
 
 
-def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
+def new_record(spec: JobSpec, run: RunDirectory, *, run_id: str, via: str) -> RunRecord:
     """Make the record of a new run."""
     return RunRecord(
         id=run_id,
+        directory=str(run.path.absolute()),
         name=spec.name,
         created=time.time(),
         via=via,
@@ -101,7 +108,8 @@ def read_record(run: RunDirectory) -> RunRecord:
         value = json.loads(read_file(run.record_file, MAX_RECORD))
         record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
         _check_kinds(record)
-        return dataclasses.replace(record, slurm_job_ids=tuple(map(str, record.slurm_job_ids)))
+        noted, of_original = (tuple(map(str, getattr(record, name))) for name in _JOB_LISTS)
+        return dataclasses.replace(record, slurm_job_ids=noted, jobs_of_original=of_original)
     except FileNotFoundError:
         raise RunError(f"{run.record_file} does not exist; without it {run.path} is not a run") from None
     except OSError as error:
@@ -119,7 +127,11 @@ def _check_kinds(record: RunRecord) -> None:
     right = {
         **{name: isinstance(getattr(record, name), str) for name in ("id", "name", "via", "wandb_id")},
         "created": as_time(record.created) is not None,
-        "git_revision": optional(lambda value: isinstance(value, str), record.git_revision),
+        "attempts_of_original": as_whole(record.attempts_of_original) is not None,
+        **{
+            name: optional(lambda value: isinstance(value, str), getattr(record, name))
+            for name in ("git_revision", "directory")
+        },
         "versions": isinstance(record.versions, dict)
         and all(isinstance(version, str) for version in record.versions.values()),
         **{
@@ -128,8 +140,11 @@ def _check_kinds(record: RunRecord) -> None:
         },
         "global_batch": optional(lambda value: (as_whole(value) or 0) > 0, record.global_batch),
         "submitting": optional(lambda value: isinstance(value, dict), record.submitting),
-        "slurm_job_ids": isinstance(record.slurm_job_ids, (list, tuple))
-        and all(is_job_id(str(job_id)) for job_id in record.slurm_job_ids),
+        **{
+            name: isinstance(getattr(record, name), (list, tuple))
+            and all(is_job_id(str(job_id)) for job_id in getattr(record, name))
+            for name in _JOB_LISTS
+        },
     }
     wrong = [name for name, is_right in right.items() if not is_right]
     if wrong:
@@ -168,6 +183,39 @@ def slurm_comment(run_id: str) -> str:
     return f"{_COMMENT}{run_id}"
 
 
+def original_of(run: RunDirectory, record: RunRecord) -> Path | None:
+    """Return the run directory that this one is a copy of; None if it is none, or has been started as one."""
+    return copied_from(run.record_file, record.directory)
+
+
+def begin_as_copy(run: RunDirectory, attempts: int) -> None:
+    """Note in a copy, which is about to be started, that the jobs and attempts it has so far are its original's.
+
+    Parameters
+    ----------
+    attempts
+        How many those are.
+    """
+
+    def change(record: RunRecord) -> RunRecord:
+        jobs = tuple(dict.fromkeys((*record.jobs_of_original, *record.slurm_job_ids)))
+        return dataclasses.replace(
+            record, directory=str(run.path.absolute()), jobs_of_original=jobs, attempts_of_original=attempts
+        )
+
+    try:
+        record = read_record(run)
+    except RunError:  # as for a run that has none; whoever needs it says so
+        return
+    if original_of(run, record) is not None:
+        _change(run, change)
+
+
+def is_of_original(run: RunDirectory, record: RunRecord, job_id: str | None) -> bool:
+    """Whether the run is a copy, and that job one of its original's."""
+    return job_id in record.jobs_of_original or original_of(run, record) is not None
+
+
 def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
     """Return the names of this run in job comments: its folder's name, its sweep's, and the id that it was made with.
 
@@ -184,7 +232,7 @@ def orphaned_job(run: RunDirectory, record: RunRecord) -> OrphanedJob | None:
 
     The name of an element, which its own job's comment contains, may also be used in a different sweep.
     """
-    if record.submitting is None or record.busy or run.sweep_id is not None:
+    if record.submitting is None or record.busy or run.sweep_id is not None or original_of(run, record) is not None:
         return None
     return OrphanedJob(frozenset(names_in_comments(run, record)))
 

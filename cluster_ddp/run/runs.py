@@ -39,6 +39,11 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
     return _absolute(chosen or "runs")
 
 
+def name_for_commands(run: RunDirectory) -> str:
+    """Return how commands find a run: by its id, or outside of the runs folder by its directory."""
+    return run.id if run.path.parent == runs_dir_of(None) else str(run.path)
+
+
 def create_run(
     spec: JobSpec, *, runs_dir: Path, via: str, script: str | None, folder: str | None = None
 ) -> RunDirectory:
@@ -156,7 +161,7 @@ def _fill(
         from cluster_ddp.run.code import keep_code
 
         keep_code(run, code)
-    write_record(storage, run, new_record(spec, run_id=run_id, via=via))  # last: it makes the folder a run
+    write_record(storage, run, new_record(spec, run, run_id=run_id, via=via))  # last: it makes the folder a run
 
 
 def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:

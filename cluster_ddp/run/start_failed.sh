@@ -2,8 +2,8 @@
 # bash start-failed.sh RUN_DIRECTORY again|once REASON
 #
 # Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
-# to requeue the job, since nothing else can and a different host may do better. It is bash because Python may not start
-# on this host. The limits on requeues in a row, after starts that failed and after those that Slurm took the nodes from:
+# to requeue the job, since nothing else can and a different host may do better. If the job is not requeued, the next job
+# of its chain leaves this host. It is bash because Python may not start on this host. The limits on requeues in a row, after starts that failed and after those that Slurm took the nodes from:
 tries=3 preemptions=100
 
 run=$1 again=$2 reason=$3
@@ -50,16 +50,23 @@ requeue() {
     return 1
 }
 
-# Whether the partition has enough nodes besides this host, of the same kind: others may lack what the job requests, and
-# those outside of its reservation are none. A job that requests hosts by name may have no other.
+# The hosts that the job excludes, as Slurm writes them.
+excluded() {
+    [[ $shown =~ \ ExcNodeList=([^\ \(]+) ]] && echo "${BASH_REMATCH[1]}"
+}
+
+# Whether the partition has enough nodes besides this host and those that the job excludes, of the same kind: others may
+# lack what the job requests, and those outside of its reservation are none. A job that requests hosts by name may have
+# no other.
 has_others() {
     [[ $shown != *' Reservation='* && ! $shown =~ \ ReqNodeList=[^\(] ]] || return
-    local nodes own kind others
+    local nodes own kind others left
     nodes=$(call sinfo --noheader --Node --format='%N|%c|%m|%f|%G' --partition="$SLURM_JOB_PARTITION" \
         --states=idle,mixed,allocated,completing | sort -u)
     own=$(printf '%s\n' "$nodes" | grep "^$SLURMD_NODENAME|")
     kind=${own#"$SLURMD_NODENAME"}
-    others=$(printf '%s\n' "$nodes" | grep -F "$kind" | grep -cvxF "$own")
+    left=$(excluded) && left=$(call scontrol show hostnames "$left")
+    others=$(printf '%s\n' "$nodes" | grep -F "$kind" | grep -cvE "^(${left//$'\n'/|}|$SLURMD_NODENAME)\|")
     [[ $kind ]] && ((others >= SLURM_JOB_NUM_NODES))
 }
 
@@ -77,7 +84,22 @@ taken_since() {
     echo $((count < preemptions ? count : preemptions))
 }
 
-task=$SLURM_JOB_ID queued=false leave='' shown='' ends=''
+# Prints what the job, or the next of its chain, is to exclude from now on.
+with_this_host() {
+    local before
+    before=$(excluded)
+    echo "${before:+$before,}$SLURMD_NODENAME"
+}
+
+# The next job of the chain: the one that was noted for the run after this one. Empty if there is none.
+next_job() {
+    local ids next
+    [[ $(<"$run/run.json") =~ \"slurm_job_ids\":\ \[([^]]*)\] ]] || return
+    ids=" ${BASH_REMATCH[1]//[^0-9_]/ } "
+    [[ $ids == *" $task "* ]] && read -r next _ <<<"${ids#*" $task "}" && echo "$next"
+}
+
+task=$SLURM_JOB_ID queued=false leave='' shown='' ends='' next=''
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its sibling tasks
 by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
@@ -107,16 +129,20 @@ if [[ $again == again ]]; then
     if is_queued "$shown"; then
         queued=true
     elif ((failed <= tries)) && [[ $ends || $shown == *JobState=RUNNING* ]]; then
-        # Exclude this host if a start failed here before, not ended by Slurm, and the job excludes no host yet. This is
-        # determined before the requeue, after which there may be no time to ask Slurm.
-        [[ ! $ends && $shown == *"ExcNodeList=(null)"* ]] && grep -sqv "$by_slurm" "$said" && has_others &&
-            leave=$SLURMD_NODENAME
+        # Exclude this host if a start failed here before, not ended by Slurm. This is determined before the requeue,
+        # after which there may be no time to ask Slurm.
+        [[ ! $ends ]] && grep -sqv "$by_slurm" "$said" && has_others && leave=$(with_this_host)
         requeue && queued=true
     fi
     reason+=${ends:+$by_slurm$ends)}
 fi
 
 [[ -f $run/run.json ]] || exit
+if ! $queued && [[ ! $ends ]]; then
+    next=$(next_job)
+    [[ -z $next || -n $shown ]] || shown=$(call scontrol show job -o "$task")
+    [[ -n $next && $shown == *JobState=RUNNING* ]] && has_others && leave=$(with_this_host)
+fi
 words=${reason//\\/\\\\}
 words=${words//\"/\\\"}
 printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
@@ -124,6 +150,7 @@ printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "
     "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
     >>"$said"
 
-# Hosts can be excluded only while the job is in the queue.
-$queued && [[ -n $leave ]] && call scontrol update JobId="$task" ExcNodeList="$leave" &&
-    echo "job.sbatch: $leave failed more than once: excluded from now on" >&2
+# Hosts can be excluded only from a job in the queue.
+$queued && next=$task
+[[ -n $next && -n $leave ]] && call scontrol update JobId="$next" ExcNodeList="$leave" &&
+    echo "job.sbatch: starts failed on $SLURMD_NODENAME: excluded from now on (Slurm job $next)" >&2

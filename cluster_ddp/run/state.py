@@ -10,7 +10,7 @@ from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_s
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.keeper_at_work import is_deciding, waits_for_requeue, why_delayed
 from cluster_ddp.run.reading import as_whole, read_tail
-from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.record import RunRecord, original_of
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED, SBATCH
@@ -164,8 +164,10 @@ def _ended(
             f"Slurm no longer knows its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted "
             "without its saved state"
         )
-        if record is not None and record.id != history.run.id:
-            forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy"
+        if record is not None:
+            original = original_of(history.run, record) or (record.id if record.id != history.run.id else None)
+            if original is not None:
+                forgotten = f"this is a copy of {original}, and Slurm knows no job of the copy"
         return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.id}"
     behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
     if outcome.ending is Ending.STOPPED and answered and not requeued and behind:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.job.elements import MAX_ELEMENTS
-from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
+from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory, copied_from
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
@@ -73,6 +73,7 @@ class SweepRecord:
     submitting: dict[str, Any] | None = None  # the process that is submitting or running elements, and since when
     announced: int | None = None  # first element of an array that was passed to sbatch and is not noted yet
     withdrawn: tuple[str, ...] = ()  # the arrays that must not start any further elements
+    directory: str | None = None  # where the sweep was made; None in records of older versions
 
     @property
     def busy(self) -> bool:
@@ -136,12 +137,25 @@ def read_sweep(sweep: SweepDirectory) -> SweepRecord:
 
 
 def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], SweepRecord]) -> SweepRecord:
-    """Change or create the record of a sweep while nobody else does; return the new one."""
+    """Change or create the record of a sweep while nobody else does; return the new one.
+
+    Raises
+    ------
+    RunError
+        It is a copy: its jobs are its original's, and nothing is done with it as a whole.
+    """
     after: SweepRecord | None = None
 
     def content() -> bytes:
         nonlocal after
-        after = change(read_sweep(sweep) if sweep.exists() else None)
+        before = read_sweep(sweep) if sweep.exists() else None
+        original = copied_from(sweep.record_file, before.directory) if before is not None else None
+        if original is not None:
+            raise RunError(
+                f"{sweep.path} is a copy of sweep {original}, whose Slurm jobs are not the copy's. Name the original, "
+                "or the directory of a run in the copy"
+            )
+        after = change(before)
         return json_bytes(asdict(after))
 
     change_file(Storage(), sweep.record_file, content)
@@ -158,7 +172,7 @@ def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Seq
     """Return the record with these elements added; existing ones keep their numbers."""
     from cluster_ddp.job.grid import identity, labels  # loads YAML, which is not needed to show a sweep
 
-    record = record or SweepRecord(sweep.id, time.time(), ())
+    record = record or SweepRecord(sweep.id, time.time(), (), directory=str(sweep.path.absolute()))
     known = {identity(element.settings) for element in record.elements}
     new = [settings for settings in wanted if identity(settings) not in known]
     first = len(record.elements)
@@ -251,8 +265,9 @@ def _checked(value: dict[str, Any]) -> SweepRecord:
     announced = value.get("announced")
     if announced is not None and as_whole(announced) is None:
         raise ValueError("announced is not the number of an element")
+    directory = value.get("directory") if isinstance(value.get("directory"), str) else None
     withdrawn = tuple(filter(is_job_id, map(str, value.get("withdrawn") or ())))
     return SweepRecord(
         value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting, announced,
-        withdrawn,
+        withdrawn, directory,
     )  # fmt: skip

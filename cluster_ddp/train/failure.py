@@ -121,7 +121,8 @@ def _let_others_ask(world: World) -> None:
 
 def explain(error: BaseException) -> str:
     """Describe the error and, where known, the setting to change."""
-    text = str(error) or type(error).__name__
+    said, line_break, more = (str(error) or type(error).__name__).partition("\n")
+    text = "; ".join([said, *_notes(error)]) + line_break + more  # `status` shows the first line
     if any(sign in text for sign in _NO_MORE_PROCESSES):
         text += "; perhaps you have reached the limit on processes and threads there (ulimit -u), including other jobs"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
@@ -133,6 +134,11 @@ def explain(error: BaseException) -> str:
         named += f"; the first: {explain(inside[0])}"
     advice = _advice(error, text)
     return f"{advice}\n    ({named})" if advice else named
+
+
+def _notes(error: BaseException) -> list[str]:
+    """Return what code on the error's way has added to it (`add_note`, new in Python 3.11), each in one line."""
+    return [" ".join(str(note).split()) for note in getattr(error, "__notes__", ())]
 
 
 def _place(error: BaseException) -> str:

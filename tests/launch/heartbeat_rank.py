@@ -39,6 +39,9 @@ while step < steps and (heartbeat.stop_level == 0 or mode == "deaf"):
         raise ValueError("the failure of the test")
     if mode == f"hang{rank}" and step == 10:
         time.sleep(600)
+    if mode == f"worker{rank}" and step == 10:
+        with subprocess.Popen(["sleep", "600"]) as worker:
+            worker.send_signal(signal.SIGSTOP)
     step += 1
     slot.beat(step)
 print(

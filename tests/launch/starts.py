@@ -10,6 +10,7 @@ import pytest
 
 from cluster_ddp.launch import attempt as attempt_module
 from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.decision import Decision, record_decision
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
@@ -31,7 +32,8 @@ def start(job: str = "77", restart: int = 0, nodes: str = "n[1-3]") -> SlurmStar
 
 def attempts(run: RunDirectory, count: int) -> None:
     """Attempts that are over; their restart counts go on from those of before."""
-    for restart in range(count):
+    begun = len(list_attempts(run))
+    for restart in range(begun, begun + count):
         begin_attempt(run, slurm_job_id="5", restart_count=restart, host="n1", pid=0, nodes=2, procs=1)
 
 

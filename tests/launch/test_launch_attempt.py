@@ -41,6 +41,16 @@ def test_the_same_start_gets_its_attempt_again(run: RunDirectory) -> None:
     assert begin(run, restart=1) == 1
 
 
+def test_nothing_begins_in_a_start_that_slurm_has_replaced(run: RunDirectory) -> None:
+    """Its storage hung, or it was cut off from Slurm's controller; that the newer attempt is over changes nothing."""
+    assert begin(run, restart=1) == 0
+    end(run, 0, restart=1)
+    with pytest.raises(RunAlive, match="Slurm has started job 77 again meanwhile"):
+        begin(run, restart=0)
+    request_resume(run, by="a person")
+    assert begin(run, restart=0) == 1, "Slurm counts its jobs anew once it has lost its state"
+
+
 def test_a_copy_goes_on_beside_its_original(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it holds says that the attempt of the original is its own, and that is alive."""
     begin(run)

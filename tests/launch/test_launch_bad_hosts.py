@@ -148,7 +148,7 @@ def test_a_host_that_lacks_something_stays_suspect_once_training_has_gone_on_wit
     for number, before, after in ((0, 1, 2), (3, 1, 1)):
         attempts(fresh, before)
         happened(fresh, "started", number, step=0, total_steps=100)
-        happened(fresh, "checkpoint", number, step=10)
+        happened(fresh, "checkpoint", number, step=10 + number)
         attempts(fresh, after)
     for number, host in ((1, "n2"), (2, "n2"), (4, "n3")):
         happened(fresh, "failed", number, host=host, rank=1, error="FileNotFoundError: /data/a")

@@ -132,20 +132,47 @@ def test_a_run_that_is_complete_does_not_hold_its_machines(make: Callable[..., L
         (True, None, 600.0, "done"),
         (True, "person", 60.0, "stopped"),
         (False, "person", 60.0, "stopped"),
-        (False, None, None, None),  # what it does after its block may take long
     ],
 )
 def test_ranks_that_have_done_their_work_but_do_not_exit_are_ended(
-    tmp_path: Path, task: bool, stop: str | None, patience: float | None, outcome: str | None
+    tmp_path: Path, task: bool, stop: str | None, patience: float, outcome: str
 ) -> None:
     agent = LonelyAgent(tmp_path, done=True, alive=True, task=task)
     if stop is not None:
         agent.stopping.ask(stop)
-    assert agent.lingering_for((patience or 0.0) - 1.0) is None
-    assert agent.lingering_for((patience or 10_000.0) + 1.0) == outcome
+    assert agent.lingering_for(patience - 1.0) is None
+    assert agent.lingering_for(patience + 1.0) == outcome
     agent.heartbeat.slots[0].set_phase(Phase.STOPPING)
     assert agent.lingering_for(10_000.0) is None
     agent.heartbeat.close()
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.0, "done"), (0.005, "done"), (0.02, None)])
+def test_a_script_that_does_not_compute_after_its_block_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, outcome: str | None
+) -> None:
+    """It held the job until the time limit. What it computes there may take long, in a process of its own, too."""
+    agent = LonelyAgent(tmp_path, done=True, alive=True, task=False)
+    monkeypatch.setattr(LocalRanks, "cpu_seconds", lambda _: {7: 90.0, 8: share * (agent.now - agent.start)})
+    for seconds in range(30, 10_000, 30):
+        found = agent.lingering_for(seconds)
+        if found is not None:
+            break
+    assert found == outcome and (outcome is None or 1800 < seconds <= 1900)
+    agent.heartbeat.close()
+
+
+def test_the_cpu_time_of_the_ranks_and_what_they_start_is_seen(tmp_path: Path) -> None:
+    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
+    text = "sleep 60 & while :; do :; done"
+    ranks = LocalRanks(heartbeat, 1)
+    with subprocess.Popen(["bash", "-c", text], env={**os.environ, **variables}, start_new_session=True) as process:
+        wait_until("it computes", lambda: ranks.cpu_seconds().get(process.pid, 0.0) > 0.1)
+        used = ranks.cpu_seconds()
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(used) == 2 and min(used.values()) < 0.1
+    heartbeat.close()
 
 
 def test_an_agent_that_does_nothing_after_its_ranks_have_failed_is_ended(make: Callable[..., LonelyAgent]) -> None:

@@ -119,6 +119,7 @@ def test_a_save_that_takes_too_long_is_not_waited_for(fast_disk: Path, word: str
         (Life(((10, "warning"),), silent=(5, 500)), True),  # no SIGTERM has come, so nobody has cancelled it
         (Life(((10, "warning"), (30, "time limit")), limit=30, silent=(5, 50), requeues=("away",)), True),
         (Life(((10, "preemption"),), saves_in=2.0, latency=10.0), True),  # a busy site, within KillWait
+        (Life(((10, "warning"), (40, "time limit")), limit=40, saves_in=2.0, latency=40.0), True),  # each call
         (Life(((10, "scancel"),), limit=5, silent=(5, 28)), False),
         (Life(((10, "scancel"),), limit=5, silent=(5, 500)), False),
         (Life(((10, "kill -TERM"), (60, "scancel")), silent=(20, 500), requeues=("away",)), False),

@@ -7,6 +7,7 @@ of one rank spares the import of torch.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import time
@@ -133,6 +134,13 @@ def test_of_a_hang_the_rank_is_named_whose_process_was_stopped(start_node: Start
     assert node.finish()[0] == 1
     why = outcome_of(read_history(node.attempt.run), 0).why
     assert why.startswith("rank 0 on ") and "a signal (SIGSTOP) has stopped its process" in why
+
+
+def test_of_a_hang_the_worker_is_named_that_was_stopped(start_node: Start) -> None:
+    node = start_node("heartbeat_rank.py", FOREVER, "worker1", launch={"hang_timeout": 3})
+    assert node.finish()[0] == 1
+    why = outcome_of(read_history(node.attempt.run), 0).why
+    assert re.match(r"rank 1 on .* hangs: a signal \(SIGSTOP\) has stopped its worker \d+ \(sleep\)", why)
 
 
 def test_ranks_whose_agent_was_killed_save_and_end(start_node: Start) -> None:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.queues import Queue
+from typing import Any
 
 import pytest
 from run_builders import begin, begin_dead
 
+from cluster_ddp.run import attempt as attempt_module
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -82,6 +84,25 @@ def test_of_many_that_begin_at_once_one_wins(run: RunDirectory) -> None:
             process.join(60)
         assert sorted(said) == [str(number)] + ["RunAlive"] * 7
     assert sorted(path.name for path in run.attempts.iterdir()) == ["000", "001", "002"]
+
+
+def test_whoever_comes_second_begins_nothing_once_the_run_is_complete(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was first has trained to the end while storage held the other one up."""
+    publish = attempt_module._publish
+
+    def late(*of: Any) -> bool:
+        monkeypatch.setattr(attempt_module, "_publish", publish)
+        begin(run)
+        say("completed", 0, step=9)
+        end_attempt(run.attempt(0))
+        return publish(*of)
+
+    monkeypatch.setattr(attempt_module, "_publish", late)
+    with pytest.raises(RunEnded, match="is complete"):
+        begin(run)
+    assert [attempt.number for attempt in list_attempts(run)] == [0]
 
 
 def _rival(run: RunDirectory, gate: object, answers: Queue[str], done: object) -> None:

@@ -295,7 +295,7 @@ def test_a_copy_of_a_living_run_does_not_say_that_slurm_has_forgotten_the_job(ru
     hide(run, 0)
     copied = RunDirectory(shutil.copytree(run.path, run.path.with_name("my-copy")))
     found = describe(copied, {"7": slurm_job("RUNNING", run_id=run.id)})
-    assert found.state is RunState.LOST and f"this is a copy of {run.id}" in str(found.reason)
+    assert found.state is RunState.LOST and f"this is a copy of {run.path}" in str(found.reason)
 
 
 def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) -> None:

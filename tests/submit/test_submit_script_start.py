@@ -117,7 +117,8 @@ def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> 
         ("node-a node-b node-c", "(null)", "(null)", ["node-b"]),
         ("node-a node-b", "(null)", "(null)", []),
         ("node-a node-b small", "(null)", "(null)", []),
-        ("node-b a c", "(null)", "x[1-2]", []),
+        ("node-a node-b node-c", "(null)", "x,y", ["x,y,node-b"]),
+        ("node-a node-b node-c", "(null)", "x,node-c", []),
         ("node-a node-b node-c", "node-[a-b]", "(null)", []),
     ],
 )
@@ -136,6 +137,25 @@ def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
         updates = [call[2] for call in stage.calls("scontrol") if call[0] == "update"]
         assert updates == ([] if restart == "1" else [f"ExcNodeList={host}" for host in excluded])
     assert stage.requeues() == ["77", "77"]
+
+
+@pytest.mark.parametrize(("nodes", "excluded"), [("a node-b node-c", ["x,node-b"]), ("node-b node-c", [])])
+@pytest.mark.parametrize("failing", ["python", "setup"])
+def test_the_next_job_of_a_chain_leaves_a_host_where_a_start_has_failed(
+    stage: Stage, failing: str, nodes: str, excluded: list[str]
+) -> None:
+    """All of them failed there, within seconds."""
+    for job in ("76", "77", "78", "79"):
+        add_slurm_job(RunDirectory(stage.run), job)
+    stage.does(requeue_status="1", **({"python.sh": "exit 127"} if failing == "python" else {}))
+    stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None ExcNodeList=x X=y")
+    stage.program("sleep", "exit 0")
+    lines = " ".join(f"'{node}|8|64000|(null)|(null)'" for node in nodes.split())
+    stage.program("sinfo", f"printf '%s\\n' {lines}")
+    script = stage.write(launch={"setup": ["false"]} if failing == "setup" else {})
+    assert stage.perform(script, SLURMD_NODENAME="node-b") == 1
+    updates = [call[1:] for call in stage.calls("scontrol") if call[0] == "update"]
+    assert updates == [["JobId=78", f"ExcNodeList={hosts}"] for hosts in excluded]
 
 
 def test_a_requeue_that_scontrol_did_not_live_to_tell_of_counts(stage: Stage) -> None:

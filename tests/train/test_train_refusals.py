@@ -292,6 +292,13 @@ def test_a_group_of_errors_is_told_with_the_first_of_them() -> None:
     assert explain(group) == "ExceptionGroup: several (2 sub-exceptions); the first: ValueError: bad shard 7"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are new in Python 3.11")
+def test_the_notes_of_an_error_are_told_with_it() -> None:
+    error = ValueError("bad shape\nof x")
+    error.add_note("in shard 7,\n  sample 3")  # type: ignore[attr-defined]
+    assert explain(error) == "ValueError: bad shape; in shard 7, sample 3\nof x"
+
+
 def test_a_single_sample_of_a_set_without_a_length_is_explained() -> None:
     with pytest.raises(ValueError, match="more than 1 value") as raised:
         nn.BatchNorm1d(3)(torch.ones(1, 3))
