@@ -16,6 +16,7 @@ from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
+from cluster_ddp.train.state.set_anew import is_length_of, is_within, set_anew
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
 from cluster_ddp.train.task import Task
 
@@ -70,6 +71,7 @@ class Watch:
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into data frames of another task
         self._stops_watching: Callable[[], None] | None = None
+        self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
         self._inner_comes_back: dict[str, bool] = {}  # of numbers in the model, or in what the task makes in model()
@@ -114,6 +116,10 @@ class Watch:
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
         changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
+        if len(looks) == 2:  # before the first step, and after it
+            self._anew = set_anew(changes[1], looks[0][0], looks[1][0], now)
+            changes = [[name for name in changed if not is_length_of(name, self._anew)] for changed in changes]
+        changes = [[name for name in changed if not is_within(name, self._anew)] for changed in changes]
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         kept: set[str] = set()  # of these, those that the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
