@@ -86,9 +86,13 @@ def keep_generators() -> Iterator[None]:
 
 def seed_host(seed: int) -> None:
     """Seed torch's CPU generator, Python's random and NumPy: about 8 us."""
+    _times_seeded[0] += 1
     # torch.manual_seed takes 97 us if CUDA is not initialised; the generator itself takes 1.2 us.
     torch.default_generator.manual_seed(seed)
     _seed_libraries(seed)
+
+
+_times_seeded = [0]  # by `seed_host`, as in each step, so that `Undisturbed` need not draw to see that
 
 
 class HostGenerator(NamedTuple):
@@ -115,10 +119,12 @@ class Undisturbed:
 
     def __init__(self) -> None:
         self._left: list[list[float]] = [[] for _ in HOST_GENERATORS]  # what each is known to return, last first
+        self._seeded = [-1] * len(HOST_GENERATORS)  # `_times_seeded` when each was prepared
 
     def prepare(self, number: int) -> None:
         """Call before something that may draw from the generator of this number in `HOST_GENERATORS`."""
-        if len(self._left[number]) < _LOOKS or not self.holds(number):
+        last, self._seeded[number] = self._seeded[number], _times_seeded[0]
+        if last != _times_seeded[0] or len(self._left[number]) < _LOOKS or not self.holds(number):
             self._left[number] = list(_known_draws(number))
             HOST_GENERATORS[number].seed(_WATCHED)
 

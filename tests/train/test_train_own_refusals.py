@@ -70,6 +70,19 @@ class PastItsSampler(DataLoader[Any]):
         yield from ([torch.zeros(6, 6), torch.zeros(6)] for _ in range(len(self)))
 
 
+class Wrapper:
+    """Goes over a loader, as those do that move batches to the GPU."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
 class CopiesItself(nn.Linear):
     """As the models of Keras do."""
 
@@ -92,6 +105,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(Rows()), model=model, optimizer=opt, epochs=1), "give resumable(..., batches=)"),
     "no loader": (lambda run, model, opt: run.resumable(
         [1, 2], model=model, optimizer=opt, epochs=1), "takes a torch.utils.data.DataLoader, not a list"),
+    "a wrapper": (lambda run, model, opt: run.resumable(
+        Wrapper(plain()), model=model, optimizer=opt, epochs=1), "pass in its .loader, and wrap what is returned"),
     "no state": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=opt, best=0.5, epochs=1), "run.keep(best=...)"),
     "no optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, epochs=1), "give optimizer="),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import begin_attempt, digest, failure, interrupt, model_of, new_run, states
+from own_loops import begin_attempt, digest, failure, interrupt, model_of, new_run, states, told
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
@@ -132,6 +132,21 @@ def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
     (crashed,) = run_ranks(left_in_evaluation_mode, 1, run.path, 0, 6)
     (resumed,) = run_ranks(left_in_evaluation_mode, 1, run.path, 1)
     assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
+
+
+def reading_the_step_early(place: Path) -> None:
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        first = run.step
+        for _ in run.steps(2 - first, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)):
+            assert run.step >= first
+
+
+def test_a_step_that_is_read_before_it_is_known_is_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(reading_the_step_early, 1, run.path)
+    assert any(message.startswith("the program read run.step before run.resumable()") for message in told(run))
 
 
 def updating_by_hand(place: Path, attempt: int, at: int | None = None, how: str = "stop") -> dict[str, Any]:

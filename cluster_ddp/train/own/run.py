@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.record import read_record
-from cluster_ddp.train.distributed import all_gather_object, find_world
+from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
 from cluster_ddp.train.metrics.log import Report
@@ -25,7 +25,7 @@ from cluster_ddp.train.metrics.loggers import open_loggers
 from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.blocks import Block
-from cluster_ddp.train.own.data.batches import Batches, batches_of
+from cluster_ddp.train.own.data.batches import Batches, batches_of, same_on_all_ranks
 from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
 from cluster_ddp.train.own.kept import Kept, KeptValues
@@ -77,6 +77,7 @@ class ScriptRun:
         self._check_weights: Callable[[int], None] = lambda step: None
         self._order: Order | None = None
         self._total_steps = 0
+        self._was_asked_early = False  # for the step, before it was known
         self._kept = KeptValues()
         self._loop: Loop | None = None
         self._loader: ResumableLoader | None = None
@@ -85,7 +86,8 @@ class ScriptRun:
 
     @property
     def step(self) -> int:
-        """Number of finished steps."""
+        """Number of finished steps; known from `resumable`, `steps` or `resume` on."""
+        self._was_asked_early |= self._order is None
         return self._session.step
 
     @property
@@ -130,7 +132,7 @@ class ScriptRun:
             accumulate = whole("accumulate", accumulate, 1)
             refuse_single_process(things, world)
             found = batches_of(loader, world, None if batches is None else whole("batches", batches, 1))
-            batch, samples, deal = _same_on_all_ranks(found)
+            batch, samples, deal = same_on_all_ranks(found)
             geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
             loop = self._take_over(things, geometry, deal)
             loop.data.expect(found.arrange(loop.seed), held_rows(found.data))
@@ -338,6 +340,11 @@ class ScriptRun:
         self._session.repeated.number = "the norm of the weights at"
         self._session.compared = optimizers
         self._session.record_start()
+        if self._was_asked_early:
+            self._session.warn(
+                "the program read run.step before run.resumable(), run.steps() or run.resume(): until then it is 0 "
+                "after a resume, too, so whatever begins there starts over. Read it after that call"
+            )
 
     def _end_loop(self) -> None:
         if self._loop is not None:
@@ -383,22 +390,3 @@ class ScriptRun:
         if self._order is None:
             raise TrainError("the run has no loop yet: call resumable(), steps() or resume() before")
         return self._order
-
-
-def _same_on_all_ranks(found: Batches) -> tuple[int | None, int | None, Deal | None]:
-    """The batch size, the size of the data set and how it is dealt out; all None if each rank has its own data set.
-
-    Raises
-    ------
-    TrainError
-        The ranks have different numbers of batches.
-    """
-    all_ranks = all_gather_object((found.length, found.batch, found.samples))
-    lengths = [length for length, _, _ in all_ranks]
-    if len(set(lengths)) > 1:
-        raise TrainError(
-            f"the DataLoaders of the ranks give {', '.join(map(str, lengths))} batches in an epoch, by rank: the ranks "
-            "sum gradients in each batch, and would wait for each other forever. Divide one data set by a "
-            "DistributedSampler, or say by batches= how many each takes, at most the fewest"
-        )
-    return (found.batch, found.samples, found.deal) if len(set(all_ranks)) == 1 else (None, None, None)

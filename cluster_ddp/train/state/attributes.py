@@ -256,6 +256,16 @@ class Attributes(Snapshot):
         """Whether it is a number, a string or the like itself, and not only compared by one."""
         return name in self.leaves and name not in self._kinds
 
+    def has(self, place: str) -> bool:
+        """Whether something was found under this name, or under one that begins with it."""
+        inner = (f"{place}.", f"{place}, ")
+        names = (*self.leaves, *self._kinds, *self._known)
+        return any(name == place or name.startswith(inner) for name in names)
+
+    def kind(self, name: str) -> Any:
+        """The class of what was found under this name; of a function, its code."""
+        return self._kinds.get(name)
+
     def is_frame(self, name: str) -> bool:
         """Whether it is a data frame, of which the state may have a dict of lists or whatever it can be made from."""
         return callable(getattr(self._kinds.get(name), "to_numpy", None))

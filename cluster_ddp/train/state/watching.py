@@ -18,6 +18,7 @@ from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
+from cluster_ddp.train.state.set_anew import is_length_of, is_within, set_anew
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
 from cluster_ddp.train.task import Task
 
@@ -72,6 +73,7 @@ class Watch:
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into data frames of another task
         self._handles: list[RemovableHandle] = []
+        self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._cleared: set[str] = set()  # gradients that were zero before the next ones were added to them
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
@@ -138,10 +140,14 @@ class Watch:
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
         changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         is_first = len(looks) > 1
-        set_anew = self._set_anew(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
-        found = {name for name, does in self._comes_back.items() if not does and name not in set_anew} | self._read
+        parts = self._names_of_parts(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
+        found = {name for name, does in self._comes_back.items() if not does and name not in parts} | self._read
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         self._read = set()
+        if len(looks) == 2:  # before the first step, and after it
+            self._anew = set_anew(changes[1], looks[0][0], looks[1][0], now)
+            changes = [[name for name in changed if not is_length_of(name, self._anew)] for changed in changes]
+        changes = [[name for name in changed if not is_within(name, self._anew)] for changed in changes]
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         kept: set[str] = set()  # of these, those that the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
@@ -151,7 +157,7 @@ class Watch:
             found.update(holders[name] for name in lost)
             skipped = {name for name in changed if holders[name] in self._comes_back} - comes_back
             skipped |= lost | self._made_again | self._cleared
-            changed = [name for name in changed if name not in skipped and holders[name] not in set_anew]
+            changed = [name for name in changed if name not in skipped and holders[name] not in parts]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
             kept.update(set(tested).intersection(comes_back).difference(changed))
@@ -257,7 +263,7 @@ class Watch:
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
 
-    def _set_anew(self, now: Attributes, changed: set[str | None]) -> set[str]:
+    def _names_of_parts(self, now: Attributes, changed: set[str | None]) -> set[str]:
         """Attributes that the first step has given the task, and that are nothing but parts of the model.
 
         A resume gives it the same, unless they are others now, or steps ask whether they are there.

@@ -6,37 +6,24 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.distributed import all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.own.data.held_data import held_data
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy, inside
+from cluster_ddp.train.own.data.order import Order, indices_in, name_of_order
 from cluster_ddp.train.own.data.stream_batches import StreamBatches
 from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, parts_of, seed_host
 from cluster_ddp.train.state.surroundings import generators_around
 
 Key = tuple[int, Any]  # the epoch, and the indices of a batch
-
-# Samplers whose order is determined by their generator, or by set_epoch.
-_KNOWN = (
-    torch_data.BatchSampler,
-    torch_data.RandomSampler,
-    torch_data.SequentialSampler,
-    torch_data.SubsetRandomSampler,
-    torch_data.WeightedRandomSampler,
-)
-_TRIED = 8
-_INNER = ("sampler", "batch_sampler", "base_sampler")
-_SEVERAL = ("samplers", "batch_samplers")
 
 
 class Batches(Protocol):
@@ -87,13 +74,39 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
     """
     inner = inside(loader)
     if not isinstance(inner, DataLoader):
-        raise TrainError(
-            f"resumable() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}: make one of the data set"
-        )
+        kind = type(loader).__name__
+        held = (name for name, part in getattr(loader, "__dict__", {}).items() if isinstance(part, DataLoader))
+        if (name := next(held, None)) is not None:
+            raise TrainError(
+                f"resumable() takes a torch.utils.data.DataLoader, and a {kind} wraps one: pass in its .{name}, and "
+                f"wrap what is returned, as in `for batch in {kind}(loader):`. If it takes a batch before the one "
+                "before is trained on, no resume is exact: turn that off, in timm by create_loader(use_prefetcher="
+                "False)"
+            )
+        raise TrainError(f"resumable() takes a torch.utils.data.DataLoader, not a {kind}: make one of the data set")
     found = length or _length(loader)
     if isinstance(inner.dataset, IterableDataset):
         return StreamBatches(LoaderCopy(loader), found)
     return MapBatches(LoaderCopy(loader), found, world_size, told=length is not None)
+
+
+def same_on_all_ranks(found: Batches) -> tuple[int | None, int | None, Deal | None]:
+    """The batch size, the size of the data set and how it is dealt out; all None if each rank has its own data set.
+
+    Raises
+    ------
+    TrainError
+        The ranks have different numbers of batches.
+    """
+    all_ranks = all_gather_object((found.length, found.batch, found.samples))
+    lengths = [length for length, _, _ in all_ranks]
+    if len(set(lengths)) > 1:
+        raise TrainError(
+            f"the DataLoaders of the ranks give {', '.join(map(str, lengths))} batches in an epoch, by rank: the ranks "
+            "sum gradients in each batch, and would wait for each other forever. Divide one data set by a "
+            "DistributedSampler, or say by batches= how many each takes, at most the fewest"
+        )
+    return (found.batch, found.samples, found.deal) if len(set(all_ranks)) == 1 else (None, None, None)
 
 
 class MapBatches:
@@ -111,12 +124,12 @@ class MapBatches:
         self._copy, self.length = of, length
         self._by_batch = of.inner.batch_sampler is not None
         sampler = of.inner.batch_sampler if self._by_batch else of.inner.sampler
-        self._order = _Order(sampler, length, world_size, has_own_length=not told)
+        self._order = Order(sampler, length, world_size, has_own_length=not told)
         self.samples: int | None = len(of.inner.dataset) if hasattr(of.inner.dataset, "__len__") else None
         size = of.inner.batch_size if self._by_batch else None
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
         self.samplers = self._order.chain
-        self.deal: Deal | None = Deal(_name_of_order(self.samplers), self._dealt(world_size))
+        self.deal: Deal | None = Deal(name_of_order(self.samplers), self._dealt(world_size))
         self.remark: str | None = None
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
@@ -197,70 +210,10 @@ class MapBatches:
         self._copy.close()
 
 
-class _Order:
-    """The order of a sampler in each epoch."""
-
-    def __init__(self, sampler: Any, length: int, world_size: int, *, has_own_length: bool) -> None:
-        self.sampler, self.seed = sampler, 0
-        self._length = length
-        self._own_length = _length_of(sampler) if has_own_length else None
-        self.chain = list(samplers_in(sampler))
-        self._is_known = all(type(part) in _KNOWN or type(part) is torch_data.DistributedSampler for part in self.chain)
-        if world_size > 1 and all(type(part) in _KNOWN for part in self.chain):
-            raise TrainError(
-                f"each of the {world_size} ranks would train on all samples: give the DataLoader "
-                "sampler=DistributedSampler(dataset), and shuffle there"
-            )
-        if not self._is_known and self._first() != self._first():
-            unknown = next(part for part in reversed(self.chain) if type(part) not in _KNOWN)
-            raise TrainError(
-                f"the DataLoader's {type(unknown).__name__} gives a different order each time it is asked for the "
-                "same epoch, so no resume could be exact: give it set_epoch(epoch), or an attribute `generator` "
-                "(a torch.Generator) that it draws from, or draw from the global generators"
-            )
-
-    def __call__(self, epoch: int) -> Iterable[Any]:
-        """The sampler's elements for an epoch, in order."""
-        key = derive(Use.ORDER, self.seed, epoch)
-        generator = torch.Generator().manual_seed(key)  # shared, so that two data sets of equal length differ in order
-        for part in self.chain:
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-            if "generator" in getattr(part, "__dict__", {}):
-                part.generator = generator
-        if self._own_length is not None and (now := _length_of(self.sampler)) != self._own_length:
-            raise DataError(
-                f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, and had "
-                f"{self._own_length} at first: epochs have to be of one length, as an epoch that is resumed is found "
-                "by it. Let the sampler give as many in each, or say by batches= how many are taken of each"
-            )
-        if self._is_known:
-            return self._begun()
-        seed_host(key)
-        return list(itertools.islice(self.sampler, self._length))  # at once: it may draw from the global generators
-
-    def _begun(self) -> Iterator[Any]:
-        """The elements of a sampler, which draws its order first and then gets its generator removed.
-
-        The program's own loader shares this sampler. If the program iterates over it, as for an evaluation within an
-        epoch, it then draws from the global generators; from `generator`, its order would depend on how often the
-        program has done so in this attempt.
-        """
-        chosen = iter(self.sampler)
-        first = list(itertools.islice(chosen, 1))
-        for part in self.chain:
-            if "generator" in getattr(part, "__dict__", {}):
-                part.generator = None
-        return itertools.chain(first, chosen)
-
-    def _first(self) -> list[list[int]]:
-        return [_indices(chosen) for chosen in itertools.islice(self(0), _TRIED)]
-
-
 class _Keys:
     """Replaces the loader's sampler; yields (epoch, indices)."""
 
-    def __init__(self, order: _Order) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
         self.epoch = self.first = 0
         self.is_read = False
@@ -319,7 +272,7 @@ class _ByBatch(_Seen):
         if error := self._in_other_thread():
             return error
         try:
-            return self._fetcher(key[0], np.array(_indices(key[1]), dtype=np.int64))
+            return self._fetcher(key[0], np.array(indices_in(key[1]), dtype=np.int64))
         except DataError as error:
             return error  # if raised in a worker, it would carry the worker's traceback
 
@@ -339,57 +292,10 @@ class _OneByOne(_Seen):
             around = generators_around(parts_of(self._data))
             self._own = os.getpid(), OwnGenerators(self._data, around=around)
         epoch, chosen = key
-        seed = mix(mix(self._base ^ mix(epoch)) ^ _indices(chosen)[0])
+        seed = mix(mix(self._base ^ mix(epoch)) ^ indices_in(chosen)[0])
         seed_host(seed)
         self._own[1].seed(seed)
         return self._data[chosen]
-
-
-def _indices(chosen: Any) -> list[int]:
-    """The indices in an element of a sampler.
-
-    Raises
-    ------
-    TrainError
-        They are not integers.
-    """
-    try:
-        return [int(index) for index in (chosen if isinstance(chosen, (list, tuple)) else np.atleast_1d(chosen))]
-    except (TypeError, ValueError) as error:
-        raise TrainError(
-            f"the sampler gives {chosen!r}: only integer indices can be given their own random numbers"
-        ) from error
-
-
-def samplers_in(sampler: Any) -> Iterator[Any]:
-    """A sampler and those inside it."""
-    seen: list[Any] = []
-    todo = [sampler]
-    while todo:
-        part = todo.pop()
-        if part is None or isinstance(part, (list, tuple, range, Dataset)) or any(part is other for other in seen):
-            continue
-        seen.append(part)
-        yield part
-        held = getattr(part, "__dict__", {})
-        todo += [held[name] for name in _INNER if name in held]
-        todo += [inner for name in _SEVERAL if isinstance(held.get(name), (list, tuple)) for inner in held[name]]
-
-
-def _name_of_order(chain: list[Any]) -> str:
-    """The name by which a different order is detected.
-
-    An unshuffled DistributedSampler, on several ranks, counts as the SequentialSampler of one.
-    """
-    last = chain[-1] if chain else None
-    in_order = type(last) is torch_data.DistributedSampler and not last.shuffle
-    return torch_data.SequentialSampler.__name__ if in_order else type(last).__name__
-
-
-def _length_of(sampler: Any) -> int | None:
-    with contextlib.suppress(TypeError, NotImplementedError):
-        return len(sampler)
-    return None
 
 
 def _length(loader: Any) -> int:

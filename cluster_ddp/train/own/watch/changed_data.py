@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
-from cluster_ddp.train.own.data.batches import samplers_in
+from cluster_ddp.train.own.data.order import samplers_in
 from cluster_ddp.train.own.program import living
 from cluster_ddp.train.own.values import fingerprint_of
 from cluster_ddp.train.own.watch.syntax import name_of, tree_of_object

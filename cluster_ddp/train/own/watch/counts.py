@@ -96,8 +96,8 @@ class Counts:
             self._warn(
                 f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
                 "starts counting again, so a limit, a learning rate or a periodic change of a model that depends on it "
-                "is not exact. Use run.step, the number of finished steps, or keep it: kept = "
-                f"run.keep({first}=0), and kept.{first} += 1 in the loop"
+                f"is not exact. Keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop; or let it "
+                "begin at run.step, the number of finished steps"
             )
         if carried := carried - counts:
             first = min(map(last_part, carried))
@@ -246,8 +246,8 @@ def _carried_in(text: Text) -> Iterator[str]:
             before = [node for node, names in assigning.items() if name in names and node not in inside]
             decays = any(_is_decay(node) for node, names in inside.items() if name in names)
             begins = name in shared or any(map(begins_with_number, before))
-            if not begins and any(_RESTORED.search(ast.unparse(node)) for node in before):
-                continue  # a value from run.step or run.keep, or the optimizer's rate
+            if _is_restored(before, parents, begins=begins):
+                continue
             starts_over = begins or is_held(name)
             if any(holder_of(name) in names for names in inside.values()):
                 continue  # in a dict that is made in each pass
@@ -319,6 +319,28 @@ def _begins_epoch(node: ast.AST) -> bool:
     value = getattr(node, "value", None)
     text = ast.unparse(value) if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else ""
     return _OF_EPOCH.search(text) is not None and ".step" not in text
+
+
+def _is_restored(before: Sequence[ast.AST], parents: dict[ast.AST, ast.AST], *, begins: bool) -> bool:
+    """Whether a variable has a value from run.step or run.keep, or the optimizer's rate, where a loop begins.
+
+    Parameters
+    ----------
+    before
+        What assigns it outside of the loop.
+    begins
+        Whether one of these sets it to a literal number; that may come first, or be the other branch of an ``if``.
+    """
+    restored = [node for node in before if _RESTORED.search(ast.unparse(node))]
+    if not begins:
+        return bool(restored)
+
+    def is_last(node: ast.AST) -> bool:
+        around = {part for part in nodes_around(node, parents) if isinstance(part, ast.If)}
+        later = (other for other in before if other.lineno > node.lineno)  # type: ignore[attr-defined]
+        return all(not around.isdisjoint(nodes_around(other, parents)) for other in later)
+
+    return any(map(is_last, restored))
 
 
 def _is_decay(node: ast.AST) -> bool:

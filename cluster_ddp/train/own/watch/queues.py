@@ -17,6 +17,7 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.syntax import name_of, program_files, tree_of
+from cluster_ddp.train.state.set_anew import is_only_read_where_set
 
 _ARRAYS = (np.ndarray, Tensor)
 _FILLED = (list, collections.deque, *_ARRAYS)
@@ -33,7 +34,8 @@ class Queues:
 
     These are any `deque`, any list in an attribute of an object, such as the images of a pool, and any list from which
     the program draws, as in ``random.sample(memory, 32)``. Queues of numbers are not reported: they are mostly losses
-    to print. Nor are other lists in variables, in which a loop collects what it evaluates later.
+    to print. Nor are other lists in variables, in which a loop collects what it evaluates later, nor one that each step
+    empties before it fills it, as for the features of hooks.
 
     Also reported are arrays and tensors in an object that fills them row by row, with the next row in a number beside
     them, and numbers that steps change beside what the loop keeps, such as the count of images in a pool.
@@ -50,6 +52,8 @@ class Queues:
 
     def __init__(self, passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> None:
         self._passed_in, self._kept, self._warn = passed_in, kept, warn
+        # Lists that were empty before the first step; kept alive, so that their ids are not reused.
+        self._empty = [found for _, found in _variables() if type(found) is list and not found]
         self._before: list[tuple[_Queue, tuple[int, int]]] = []
         self._rows_before: list[tuple[str, Any, str, str, tuple[int, int, int]]] = []
         self._beside_before: dict[str, int] = {}
@@ -63,9 +67,15 @@ class Queues:
     def second(self) -> None:
         """Call after the second step."""
         before, self._before = self._before, []
-        filled = {id(queue) for queue, end in before if _end_of(queue) != end}
+        filled = {id(queue): len(queue) == end[0] for queue, end in before if _end_of(queue) != end}
         rows, self._rows_before = self._rows_before, []
-        queues = {name for name, queue in self._found() if id(queue) in filled}
+        emptied = {id(queue) for queue in self._empty if filled.get(id(queue))}
+        queues = {
+            name
+            for name, queue in self._found()
+            if id(queue) in filled
+            and not (id(queue) in emptied and is_only_read_where_set(_last(name), is_container=True))
+        }
         arrays = {f"{name}.{array}" for name, holder, array, key, row in rows if _is_filled(holder, array, key, row)}
         if names := sorted(queues | arrays):
             self._warn(
@@ -153,6 +163,14 @@ def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) 
         and fingerprint_of(now[row : row + 1]) != following
         and fingerprint_of(now[row - 1 : row]) == last
     )
+
+
+def _variables() -> list[tuple[str, Any]]:
+    return found_or_nothing(reachable(running_variables(), _DEPTH))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _end_of(queue: _Queue) -> tuple[int, int]:

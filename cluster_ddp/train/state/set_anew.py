@@ -1,0 +1,140 @@
+"""Recognizes what each step sets before it reads it, such as the features that a forward hook puts into a dict.
+
+A step that needed what the one before left there could not have been the first one, which found nothing there: unless
+the program asks whether there is something, which its source shows.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import inspect
+import re
+import sys
+from collections.abc import Collection, Iterator
+
+from torch import Tensor
+
+from cluster_ddp.train.inner_parts import CONTAINERS
+from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.snapshot import LENGTH
+from cluster_ddp.train.state.surroundings import is_of_user
+
+_CONTAINERS = (dict, collections.OrderedDict, list)
+_FILLING = {"append", "clear", "__setitem__"}  # methods that read nothing
+_MISSING = re.compile(r"\b(Attribute|Key|Index|Lookup|Base)?(Error|Exception)\b|suppress")
+
+
+def set_anew(changed: Collection[str], before: Attributes, first: Attributes, second: Attributes) -> set[str]:
+    """The places, of those that have changed, that each step fills before reading them.
+
+    Parameters
+    ----------
+    before, first, second
+        What there was before the first step, after it, and after the second.
+    """
+    places = {place for name in changed if (place := _place(name, before)) is not None}
+    return {
+        place
+        for place in places
+        if _is_replaced(place, first, second)
+        and _is_emptied(place.rpartition(".")[0], before, first, second)
+        and _is_only_read_where_set(place, before)
+    }
+
+
+def is_within(name: str, places: Collection[str]) -> bool:
+    """Whether this is the name of one of the places, or of something in it."""
+    return any(name == place or name.startswith((f"{place}.", f"{place}, ")) for place in places)
+
+
+def is_length_of(name: str, places: Collection[str]) -> bool:
+    """Whether this is the length of a list whose elements are such places."""
+    return name.endswith(LENGTH) and any(place.rpartition(".")[0] == name.removesuffix(LENGTH) for place in places)
+
+
+def _place(name: str, before: Attributes) -> str | None:
+    """The outermost part of a name under which there was nothing at first; None if there was something."""
+    parts = name.partition(", ")[0].split(".")
+    wholes = (".".join(parts[:length]) for length in range(2, len(parts) + 1))
+    return next((whole for whole in wholes if not before.has(whole)), None)
+
+
+def _is_replaced(place: str, first: Attributes, second: Attributes) -> bool:
+    """Whether the second step has put something else there."""
+    then, now = ({name for name in at.leaves if is_within(name, (place,))} for at in (first, second))
+    tensors = [name for name in now if isinstance(second.leaves[name], Tensor)]
+    return then == now and bool(tensors) and all(first.leaves[name] is not second.leaves[name] for name in tensors)
+
+
+def _is_emptied(holder: str, *moments: Attributes) -> bool:
+    """Whether what holds a place is no list, or one that each step empties."""
+    none, then, now = (at.leaves.get(holder + LENGTH) for at in moments)
+    return none in (None, 0) and (none is None or then == now)
+
+
+def _is_only_read_where_set(place: str, before: Attributes) -> bool:
+    holder, _, key = place.rpartition(".")
+    kind = before.kind(holder)
+    if kind in _CONTAINERS:
+        return is_only_read_where_set(holder.rpartition(".")[2], is_container=True)
+    if isinstance(kind, type) and issubclass(kind, CONTAINERS):
+        return False  # a defaultdict gives something anyway
+    return is_only_read_where_set(key, is_container=False)
+
+
+def is_only_read_where_set(name: str, *, is_container: bool) -> bool:
+    """Whether the program fails wherever it reads an attribute, or an element of a container, that is not there.
+
+    Parameters
+    ----------
+    name
+        That of the attribute; of a container, that of the variable or attribute that holds it.
+    """
+    uses = [use for tree in _trees_with(name) for use in _uses(tree, name, is_container=is_container)]
+    return bool(uses) and all(uses)
+
+
+def _trees_with(name: str) -> Iterator[ast.Module]:
+    """The syntax trees of the user's modules in which a name occurs."""
+    for module in [module for key, module in list(sys.modules.items()) if is_of_user(key)]:
+        try:
+            if name in (source := inspect.getsource(module)):
+                yield ast.parse(source)
+        except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
+            continue
+
+
+def _uses(tree: ast.Module, name: str, *, is_container: bool) -> Iterator[bool]:
+    """For each use of a name, whether it sets something there, or fails where there is nothing."""
+    parents = {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
+    for node in parents:
+        if isinstance(node, ast.Constant) and node.value == name:
+            yield False  # hasattr() and the like
+        elif (isinstance(node, ast.Attribute) and node.attr == name) or (
+            is_container and isinstance(node, ast.Name) and node.id == name
+        ):
+            is_load = isinstance(node.ctx, ast.Load)
+            yield not (is_load and (_may_be_empty(node, parents[node], is_container) or _is_caught(node, parents)))
+
+
+def _may_be_empty(node: ast.AST, parent: ast.AST, is_container: bool) -> bool:
+    if not is_container:
+        return False
+    if isinstance(parent, ast.Subscript) and parent.value is node:
+        return isinstance(parent.slice, ast.Slice) and not isinstance(parent.ctx, ast.Store)
+    return not (isinstance(parent, ast.Attribute) and parent.attr in _FILLING)
+
+
+def _is_caught(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether an error in this is caught there."""
+    while (parent := parents.get(node)) is not None:
+        caught: list[ast.expr | None] = []
+        if isinstance(parent, ast.Try) and node in parent.body:
+            caught = [handler.type for handler in parent.handlers]
+        elif isinstance(parent, ast.With):
+            caught = [item.context_expr for item in parent.items]
+        if any(part is None or _MISSING.search(ast.unparse(part)) for part in caught):
+            return True
+        node = parent
+    return False
