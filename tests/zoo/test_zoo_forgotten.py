@@ -204,6 +204,29 @@ class Helper:
     pass
 
 
+class Configuration:
+    level = 0
+
+
+class Private:
+    """A value that only its class knows of."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self) -> None:
+        self.__value = [0]
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def count(self) -> None:
+        self.__value[0] += 1
+
+
+class Whole(int):
+    """A number with attributes."""
+
+
 class Elsewhere(ZooTask):
     """Keeps numbers in places of many kinds."""
 
@@ -222,6 +245,7 @@ class Elsewhere(ZooTask):
         self.in_slot, self.day = 0, datetime.date(2026, 1, 1)
         self.future = concurrent.futures.Future[int]()
         self.cache, self.by_name = Helper(), importlib.import_module("zoo_by_name")
+        self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1)
@@ -241,6 +265,9 @@ class Elsewhere(ZooTask):
         self.future = concurrent.futures.Future()
         self.cache.length = getattr(self.cache, "length", 0) + 1  # type: ignore[attr-defined]
         self.by_name.count()
+        self.private.count()
+        self.config.level += 1
+        self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
         return super().loss(model, batch) + 0.0 * self.other(batch[0]).mean()
 
@@ -251,14 +278,16 @@ def test_numbers_in_places_of_many_kinds_are_told(
     (tmp_path / "zoo_by_name.py").write_text("CALLS = 0\n\n\ndef count():\n    global CALLS\n    CALLS += 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
+    monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
     try:
         names = told(Elsewhere, tmp_path / "runs", capfd)
     finally:
         torch.use_deterministic_algorithms(False)
     assert names == [
-        "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.day", "task.future",
-        "task.in_slot", "task.other", "the settings of torch", "zoo_by_name.CALLS",
+        "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config", "task.day",
+        "task.future", "task.in_slot", "task.other", "task.private", "task.whole", "the settings of torch",
+        "zoo_by_name.CALLS",
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch.utils.data
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user
@@ -278,7 +278,7 @@ def _mark_of(value: Any) -> int | None:
 
 def _can_change(value: Any) -> bool:
     is_container = isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque))
-    return is_container or _is_frame(value) or (is_of_user(type(value).__module__) and hasattr(value, "__dict__"))
+    return is_container or _is_frame(value) or (is_of_user(type(value).__module__) and has_attributes(value))
 
 
 def _is_frame(value: Any) -> bool:
