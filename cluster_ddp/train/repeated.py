@@ -39,7 +39,7 @@ _Key = tuple[str, int]  # what a number is, and of which step
 class RepeatedSteps:
     """A number of each of the first steps after a checkpoint: rank 0 records it, and compares it after a resume.
 
-    After a stop there is only one step to compare, so the norm of its gradients is compared as well.
+    Of the first of them, which may be the only one, the norm of the gradients is compared as well.
 
     Nothing is compared where the same bits are not promised: with other settings or arguments, more or fewer ranks or
     threads, another torch, other processors, or on GPUs without deterministic algorithms.
@@ -108,10 +108,10 @@ class RepeatedSteps:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             self._note_norm((self.number, step), [weight for group in groups for weight in group["params"]])
 
-    def note_gradients(self, step: int, parameters: Iterable[nn.Parameter], *, is_last: bool = False) -> None:
-        """Note the norm of the gradients of a step, if it was noted before the resume, or `is_last`: after a stop."""
+    def note_gradients(self, step: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the norm of the gradients of a step, if it is the first after a checkpoint."""
         key = _GRADIENTS, step
-        if key in self._before or (is_last and self._saved is not None):
+        if key in self._before or (self._saved is not None and step == self._saved + 1):
             self._note_norm(key, gradients_of(parameters))
 
     def _note_norm(self, key: _Key, tensors: list[Tensor]) -> None:

@@ -394,6 +394,6 @@ class Trainer:
                 if micro.last:
                     break
             self.gradients.finish()
-            self.session.repeated.note_gradients(self.step + 1, self.model.parameters(), is_last=True)
+            self.session.repeated.note_gradients(self.step + 1, self.model.parameters())
         self.buffers.put_back(True)
         self.model.zero_grad()
