@@ -27,8 +27,11 @@ def can_be_seen(value: object) -> bool:
 
 
 def has_attributes(value: object) -> bool:
-    """Whether an object has a dict of attributes; `hasattr` would ask its own ``__getattr__``, which may raise."""
-    return type(value).__dictoffset__ != 0
+    """Whether an object has a dict of attributes; if not, a ``__getattr__`` of its own is asked, which may raise."""
+    try:
+        return hasattr(value, "__dict__")
+    except Exception:
+        return False
 
 
 def length(container: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import enum
 import importlib
 import os
 from pathlib import Path
@@ -83,6 +84,33 @@ def test_a_flag_whose_value_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
+
+
+class Stage(enum.Enum):
+    EARLY = 1
+    LATE = 2
+
+
+class ChangesStage(ZooTask):
+    """Has a stage of its own only once it has changed."""
+
+    stage = Stage.EARLY
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step >= 1:
+            self.stage = Stage.LATE
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.stage.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stage = Stage[state["stage"]]
+
+
+def test_the_members_of_an_enum_are_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(ChangesStage, tmp_path, capfd) == []
 
 
 class SavesOnlyHistory(ZooTask):

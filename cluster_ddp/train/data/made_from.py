@@ -69,6 +69,8 @@ class MadeFrom:
     ----------
     told
         The attributes and variables that `changed` has named.
+    is_changed
+        Whether a step has changed any, to which other samples are then due.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class MadeFrom:
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
         self.told: set[str] = set()
+        self.is_changed = False
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
@@ -109,7 +112,9 @@ class MadeFrom:
         """Call at the end of a step, or later without `begin`, which finds something only if nothing is read here."""
         begun = self._begun if self._is_read_here else self._first
         self._begun = {}
-        self._found |= self._changed_since(begun)
+        changed = self._changed_since(begun)
+        self.is_changed |= bool(changed)
+        self._found |= changed
         if self._replaced:
             self._found |= self._changed_since(self._first) & self._replaced
 
