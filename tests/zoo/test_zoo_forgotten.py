@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,31 @@ def test_a_flag_whose_value_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
+
+
+class OfSinglePrecision(ZooTask):
+    """Keeps a mean as a number of NumPy, and gets a number of Python back, which has more digits from then on."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.mean, self.double = np.float32(0), np.float64(0)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.mean, self.double = (type(mean)(mean * 0.9 + float(loss)) for mean in (self.mean, self.double))
+        return loss * float(self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": float(self.mean), "double": float(self.double)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean, self.double = state["mean"], state["double"]
+
+
+def test_a_number_that_comes_back_with_another_precision_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(OfSinglePrecision, tmp_path, capfd) == ["task.mean"]
 
 
 class Stage(enum.Enum):
