@@ -6,10 +6,11 @@ Used to find random generators to seed, and state that no checkpoint contains.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
@@ -21,6 +22,14 @@ def can_be_seen(value: object) -> bool:
     """Whether a value can be inspected: it is no weak proxy, whose target is held elsewhere, and has a class."""
     try:
         return type(value) not in weakref.ProxyTypes and value.__class__ is not None
+    except Exception:
+        return False
+
+
+def has_attributes(value: object) -> bool:
+    """Whether an object has a dict of attributes; if not, a ``__getattr__`` of its own is asked, which may raise."""
+    try:
+        return hasattr(value, "__dict__")
     except Exception:
         return False
 
@@ -54,12 +63,14 @@ def inner_parts(value: object) -> Iterator[tuple[str, Any]]:
         if isinstance(value, FunctionType):
             yield from _closed_over(value)
             yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
-        yield from list(getattr(value, "__dict__", {}).items())
+        if has_attributes(value):
+            yield from list(getattr(value, "__dict__", {}).items())
         for kind in type(value).__mro__:
-            names = vars(kind).get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    yield name, getattr(value, name)
+            # Of classes with __slots__, whose names Python changes if they are private.
+            for name, part in list(vars(kind).items()) if "__slots__" in vars(kind) else ():
+                if isinstance(part, MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # not filled yet
+                        yield name, part.__get__(value)
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:

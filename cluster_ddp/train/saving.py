@@ -184,9 +184,10 @@ class Saving:
 
     def begin_step(self, state: State) -> None:
         """Call in each step before its loss is computed."""
-        if self._steps_here == _CHECKED_AFTER - 1 and self._rank == 0:
+        if self._steps_here == _CHECKED_AFTER - 1:
             self.made_from.begin()
-            state.watch_gradients()
+            if self._rank == 0:
+                state.watch_gradients()
 
     def prepare(self, state: State, step: int) -> None:
         """Call after each step, with the number of finished steps.
@@ -205,7 +206,7 @@ class Saving:
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
             if self._rank == 0:
                 state.note()
-                self.made_from.end()
+            self.made_from.end()
             self._check(state, step, collected)
             self.warn_unsaved(state)
 

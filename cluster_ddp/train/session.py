@@ -7,6 +7,7 @@ failures.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ class Session:
         self._total_steps = 0
         self._resumed = False
         self._compared_after: int | None = None
-        self._step_begun = self._step_seconds = 0.0
+        self._step_begun, self._step_seconds = 0.0, math.inf
         if differs is not None:
             self.warn(differs)
 

@@ -132,17 +132,13 @@ class Trainer:
                 if not self.overlap.is_allowed:
                     self.session.saving.wait_for_staging()
 
-            self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
-            with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
-                with self.precision.autocast():
-                    loss = self.task.loss(self.wrapped, batch)
-                self.gradients.backward(loss, micro, self.log.step_loss)
+            self._compute(micro, batch)
             self.log.record_samples(micro)
             if not micro.last:
                 continue
 
-            self.session.repeated.note(micro.step + 1, self.gradients.last)
             self.gradients.finish()
+            self.session.repeated.note_gradients(micro.step + 1, self.model.parameters())
             self.frozen_layers.check()
             self.overlap.end()
             # Checks earlier updates only: on a GPU their results have arrived by now, so the host need not wait.
@@ -164,6 +160,16 @@ class Trainer:
             self._evaluate_and_save()
             if self.session.decision.stops:
                 return
+
+    def _compute(self, micro: MicroBatch, batch: Any) -> None:
+        """Add the gradients of a micro-batch."""
+        self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
+        with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
+            with self.precision.autocast():
+                loss = self.task.loss(self.wrapped, batch)
+            self.gradients.backward(loss, micro, self.log.step_loss)
+        if micro.last:
+            self.session.repeated.note(micro.step + 1, self.gradients.last)
 
     # Setup.
 
@@ -369,22 +375,25 @@ class Trainer:
         decision = self.session.decision
         completed = self.step >= self.stream.total_steps and not self._evaluation_is_due()
         self.session.end(self._save, completed=completed)
-        if decision.stops and not completed and self.session.has_time():
-            self._note_next_loss(batches)
+        has_time = decision.stops and not completed and self.session.has_time()
         self.log.close(failed=False, wait=decision.level < AT_ONCE)
+        self.session.beat.enter(Phase.DONE)
+        if has_time:
+            self._note_next_step(batches)
         self.session.close()
         return Outcome(completed, self.step, decision.reason, decision.level >= AT_ONCE, dict(self.log.latest))
 
-    def _note_next_loss(self, batches: Batches) -> None:
-        """Compute the loss of the step that a resume begins with, so that it can be compared; all is saved by now."""
+    def _note_next_step(self, batches: Batches) -> None:
+        """Compute the loss and gradients that a resume begins with, to be compared; all is saved, whatever happens."""
+        self.log.begin(self.step)
         self.buffers.send()
         self.buffers.keep()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             for micro, batch in batches:
-                self.seeds.apply(micro.step, micro.number)
-                with without_sync(self.wrapped, False), self.precision.autocast():
-                    loss = self.task.loss(self.wrapped, batch)
+                self._compute(micro, batch)
                 if micro.last:
                     break
-            self.session.repeated.note(micro.step + 1, scalar_loss(loss[0] if isinstance(loss, tuple) else loss))
+            self.gradients.finish()
+            self.session.repeated.note_gradients(self.step + 1, self.model.parameters())
         self.buffers.put_back(True)
+        self.model.zero_grad()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from own_loops import begin_attempt, told
 from own_loops import new_run as own_run
 from torch import Tensor, nn
 from train_ranks import run_ranks
-from train_tasks import Plain, job, new_run, train
+from train_tasks import Plain, StopAt, attentive, job, new_run, train
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.train import is_main_process, join_run
+from cluster_ddp.run.phase import Phase
+from cluster_ddp.run.reading import parse_lines
+from cluster_ddp.train import Trainer, is_main_process, join_run
+from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.repeated import RepeatedSteps
 
 SECTIONS: dict[str, Any] = {
     "train": {"steps": 16, "global_batch": 8},
@@ -71,6 +76,24 @@ def test_a_difference_is_told_after_a_crash(tmp_path: Path, capfd: pytest.Captur
     (message,) = told(run)
     assert message.startswith(NOT_EXACT.format(7))
     assert message in capfd.readouterr().err
+
+
+class HiddenInGradients(Exact):
+    """The same, of which only the gradients show anything."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        computed = int(os.environ.get(HIDDEN, "0"))
+        loss = super().loss(model, batch)
+        loss.register_hook(lambda gradient: gradient * (1.0 + computed / 100))
+        return loss
+
+
+def test_what_only_gradients_show_is_told_after_a_stop(tmp_path: Path) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    interrupted(HiddenInGradients, run, stop_at=8)
+    train(HiddenInGradients(), job(**SECTIONS), run, 1)
+    (message,) = told(run)
+    assert message.startswith("the resume is not exact: the norm of the gradients at step 9 was ")
 
 
 def test_a_difference_is_told_after_a_stop(tmp_path: Path) -> None:
@@ -150,3 +173,62 @@ def test_the_weights_of_a_loop_of_ones_own(factor: float, tmp_path: Path) -> Non
     run_ranks(own_loop, 1, run.path, 1, None, factor)
     start = "the resume is not exact: the norm of the weights at step 8 was "
     assert [message.startswith(start) for message in told(run)] == [True] * (factor != 1.0)
+
+
+class CountsGradients(Plain):
+    """Its loss depends on a buffer that a backward pass changes."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        seen = torch.zeros(())
+        model.register_buffer("seen", seen)
+
+        def count(*_: Any) -> None:
+            seen.add_(1.0)
+
+        model.get_submodule("2").register_full_backward_hook(count)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * (1.0 + cast("Tensor", model.seen))
+
+
+def test_what_a_backward_pass_changes_makes_no_difference_after_a_stop(tmp_path: Path) -> None:
+    sections = {**SECTIONS, "train": {**SECTIONS["train"], "accumulation_steps": 2}}
+    run = new_run(tmp_path, **sections)
+    train(CountsGradients(), job(**sections), run, stop_at=8)
+    train(CountsGradients(), job(**sections), run, 1)
+    assert told(run) == []
+
+
+def test_a_loss_that_ends_the_process_after_a_stop_does_no_harm(tmp_path: Path) -> None:
+    phases = []
+
+    class Ends(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            if trainer.step == 8:
+                phases.append(trainer.session.beat.phase)
+                sys.exit("no more")
+            return super().loss(model, batch)
+
+    wish = StopAt()
+    trainer = Trainer(job(**SECTIONS), Ends(), new_run(tmp_path, **SECTIONS), process=attentive(wish))
+    wish.trainer, wish.step = trainer, 8
+    assert not trainer.run().completed
+    assert phases == [Phase.DONE]  # so that one that hangs is ended soon
+
+
+def test_each_number_keeps_its_step_and_its_circumstances(tmp_path: Path) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    said: list[str] = []
+    for attempt, lr, numbers in ((0, 0.1, (0.25, 0.5)), (0, 0.2, (1.0, 1.0)), (1, 0.1, (0.25, 0.5))):
+        spec = job(**{**SECTIONS, "train": {**SECTIONS["train"], "lr": lr}})
+        steps = RepeatedSteps(spec, run, attempt, find_world(), said.append)
+        steps.begin()
+        steps.resume(6, 0)
+        steps.save(6)
+        steps.note(7, numbers[0])
+        steps.note(8, torch.tensor(numbers[1]))
+        steps.close()
+    assert said == []
+    assert [line["steps"] for line in parse_lines(run.attempt(1).steps_file.read_bytes())] == [[7, 8]]

@@ -376,3 +376,43 @@ def test_what_samples_are_made_from_is_told_once(
     said = [line for line in capfd.readouterr().err.splitlines() if "training changes" in line]
     once = dict.fromkeys(line.partition(", ")[0].partition("changes ")[2] for line in said)
     assert list(once) == [name, "task.losses"], said
+
+
+class SetsAgain(ZooTask):
+    """Raises the level of difficulty of its data set, and its load_state_dict() sets it again."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.steps, self.set = 0, Noised()
+
+    def train_data(self) -> Dataset[Any]:
+        return self.set
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        self.set.level = self.steps / 64
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.set.level = self.steps / 64
+
+
+class Noised(Dataset[Any]):
+    level = 0.0
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((FEATURES,), float(index)) + self.level * torch.randn(FEATURES), index % CLASSES
+
+
+def test_a_level_that_is_set_again_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, SetsAgain)) == "exact"
+    said = capfd.readouterr().err
+    assert "task.set" not in said
+    assert "different samples" not in said

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import enum
 import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,6 +85,58 @@ def test_a_flag_whose_value_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
+
+
+class OfSinglePrecision(ZooTask):
+    """Keeps a mean as a number of NumPy, and gets a number of Python back, which has more digits from then on."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.mean, self.double = np.float32(0), np.float64(0)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.mean, self.double = (type(mean)(mean * 0.9 + float(loss)) for mean in (self.mean, self.double))
+        return loss * float(self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": float(self.mean), "double": float(self.double)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean, self.double = state["mean"], state["double"]
+
+
+def test_a_number_that_comes_back_with_another_precision_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(OfSinglePrecision, tmp_path, capfd) == ["task.mean"]
+
+
+class Stage(enum.Enum):
+    EARLY = 1
+    LATE = 2
+
+
+class ChangesStage(ZooTask):
+    """Has a stage of its own only once it has changed."""
+
+    stage = Stage.EARLY
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step >= 1:
+            self.stage = Stage.LATE
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.stage.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stage = Stage[state["stage"]]
+
+
+def test_the_members_of_an_enum_are_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(ChangesStage, tmp_path, capfd) == []
 
 
 class SavesOnlyHistory(ZooTask):
@@ -204,6 +258,29 @@ class Helper:
     pass
 
 
+class Configuration:
+    level = 0
+
+
+class Private:
+    """A value that only its class knows of."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self) -> None:
+        self.__value = [0]
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def count(self) -> None:
+        self.__value[0] += 1
+
+
+class Whole(int):
+    """A number with attributes."""
+
+
 class Elsewhere(ZooTask):
     """Keeps numbers in places of many kinds."""
 
@@ -222,6 +299,7 @@ class Elsewhere(ZooTask):
         self.in_slot, self.day = 0, datetime.date(2026, 1, 1)
         self.future = concurrent.futures.Future[int]()
         self.cache, self.by_name = Helper(), importlib.import_module("zoo_by_name")
+        self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1)
@@ -241,6 +319,9 @@ class Elsewhere(ZooTask):
         self.future = concurrent.futures.Future()
         self.cache.length = getattr(self.cache, "length", 0) + 1  # type: ignore[attr-defined]
         self.by_name.count()
+        self.private.count()
+        self.config.level += 1
+        self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
         return super().loss(model, batch) + 0.0 * self.other(batch[0]).mean()
 
@@ -251,14 +332,16 @@ def test_numbers_in_places_of_many_kinds_are_told(
     (tmp_path / "zoo_by_name.py").write_text("CALLS = 0\n\n\ndef count():\n    global CALLS\n    CALLS += 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
+    monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
     try:
         names = told(Elsewhere, tmp_path / "runs", capfd)
     finally:
         torch.use_deterministic_algorithms(False)
     assert names == [
-        "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.day", "task.future",
-        "task.in_slot", "task.other", "the settings of torch", "zoo_by_name.CALLS",
+        "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config", "task.day",
+        "task.future", "task.in_slot", "task.other", "task.private", "task.whole", "the settings of torch",
+        "zoo_by_name.CALLS",
     ]  # fmt: skip
 
 

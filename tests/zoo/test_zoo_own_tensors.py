@@ -8,12 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.data import Dataset
 from zoo_models import CLASSES, FEATURES
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
+
+
+class Quantizes(ZooTask):
+    """Keeps quantized scores and a nested tensor, which torch cannot view as other numbers."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.scores, self.same = (_quantized(torch.zeros(3)) for _ in range(2))
+        self.nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.scores, self.same = _quantized(self.scores.dequantize() + 1.0), _quantized(torch.zeros(3))
+        self.nested = torch.nested.nested_tensor([torch.ones(1)])
+        return super().loss(model, batch)
+
+
+def _quantized(numbers: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(numbers, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested)")
+def test_quantized_and_nested_tensors_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Quantizes, tmp_path, capfd) == ["task.nested", "task.scores"]
 
 
 class LearnsTau(ZooTask):

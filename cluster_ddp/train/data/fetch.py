@@ -75,6 +75,7 @@ class Fetcher:
         self._base = derive(*seed_words)
         self._of_data: list[Any] | None = None
         self.is_tried = not exact
+        self.is_changed_by_steps: Callable[[], bool] = bool  # what samples are made from; told elsewhere if need be
         self._find_generators()
         # Whether generators at the top level of modules are seeded too; None, before the first batches: in any case.
         self._draws_around: bool | None = None if exact else False
@@ -326,7 +327,7 @@ class Fetcher:
                 f"{self._length} before: every epoch uses the items that it had when training began. Give it its final "
                 "length, or derive it from IterableDataset"
             )
-        if fingerprint(self._read(epoch, indices)) != was:
+        if not self.is_changed_by_steps() and fingerprint(self._read(epoch, indices)) != was:
             self._at_first = None
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) returns different samples after a pass "

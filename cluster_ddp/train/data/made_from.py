@@ -18,7 +18,7 @@ import torch.utils.data
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user
@@ -65,6 +65,10 @@ class MadeFrom:
     model
         The model that is trained, which a resume puts back, too.
 
+    Attributes
+    ----------
+    is_changed
+        Whether a step has changed any attribute or variable, to which other samples are then due.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class MadeFrom:
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
         self._told: set[str] = set()
+        self.is_changed = False
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
@@ -105,7 +110,9 @@ class MadeFrom:
         """Call at the end of a step, or later without `begin`, which finds something only if nothing is read here."""
         begun = self._begun if self._is_read_here else self._first
         self._begun = {}
-        self._found |= self._changed_since(begun)
+        changed = self._changed_since(begun)
+        self.is_changed |= bool(changed)
+        self._found |= changed
         if self._replaced:
             self._found |= self._changed_since(self._first) & self._replaced
 
@@ -319,7 +326,7 @@ def _mark_of(value: Any) -> int | None:
 
 def _can_change(value: Any) -> bool:
     is_container = isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque))
-    return is_container or _is_frame(value) or (is_of_user(type(value).__module__) and hasattr(value, "__dict__"))
+    return is_container or _is_frame(value) or (is_of_user(type(value).__module__) and has_attributes(value))
 
 
 def _is_frame(value: Any) -> bool:

@@ -17,7 +17,7 @@ from cluster_ddp.printing import say
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.distributed import find_world
-from cluster_ddp.train.inner_parts import elements, length
+from cluster_ddp.train.inner_parts import elements, has_attributes, length
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.surroundings import is_of_user, variables_around
 
@@ -87,7 +87,7 @@ class Numbers:
         self._found: dict[str, list[Any]] = {}  # by name: the same objects may have been made again, as in a cache
         parts = list(parts_of(*holders, depth=_DEPTH))
         for part in parts:
-            if is_of_user(type(part).__module__) and hasattr(part, "__dict__"):
+            if is_of_user(type(part).__module__) and has_attributes(part):
                 for key, value in list(vars(part).items()):
                     self._add(f"{type(part).__name__}.{key}", value)
         for name, value in variables_around(parts).items():
@@ -163,7 +163,7 @@ def _part_from(value: Any, done: dict[int, Any], depth: int) -> None:
         parts = [_copied_part(part, done, depth - 1) for part in value]
         value.clear()
         value.extend(parts)
-    elif depth and hasattr(value, "__dict__"):
+    elif depth and has_attributes(value):
         _part_from(vars(value), done, depth)
 
 
@@ -180,4 +180,4 @@ def _copied_part(value: Any, done: dict[int, Any], depth: int) -> Any:
 def _is_object_of_user(value: Any) -> bool:
     """Whether it is a plain object of the user's code, without ``__del__``, which may close something."""
     kind = type(value)
-    return hasattr(value, "__dict__") and not callable(getattr(kind, "__del__", None)) and is_of_user(kind.__module__)
+    return has_attributes(value) and not callable(getattr(kind, "__del__", None)) and is_of_user(kind.__module__)

@@ -164,7 +164,9 @@ class MapStream:
     def made_from(self, model: nn.Module) -> MadeFrom:
         if self._workers:
             return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES, model=model)
-        return MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task, model=model)
+        made = MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task, model=model)
+        self._fetcher.is_changed_by_steps = lambda: made.is_changed
+        return made
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the length of the data set has changed since the save."""

@@ -8,11 +8,15 @@ from collections.abc import Container, Iterable
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.kinds import is_common, is_replaced
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
+
+# Numbers with which NumPy computes in another precision than with those of Python.
+_OTHER_FLOATS = (np.float16, np.float32, np.longdouble)
 
 
 class Attributes(Snapshot):
@@ -237,7 +241,7 @@ class Attributes(Snapshot):
         }
 
     def is_lost(self, name: str, was: Attributes, again: Attributes) -> bool:
-        """Whether a number or tensor would differ or be missing after a resume, or a tensor come back as a number.
+        """Whether a number or tensor would differ or be missing after a resume, or come back as another kind of number.
 
         Also whether a list would be missing.
         """
@@ -249,6 +253,9 @@ class Attributes(Snapshot):
             return first not in again.leaves or not _is_alike(leaf, again.leaves[first])
         if isinstance(leaf, Tensor) and type(loaded) is float:
             return isinstance(was.leaves.get(name), Tensor)
+        kind = self._kinds.get(name)
+        if kind in _OTHER_FLOATS and again._kinds.get(name) is not kind:
+            return bool(was._kinds.get(name) is kind)
         are_numbers = type(leaf) is type(loaded) is float or (isinstance(leaf, Tensor) and isinstance(loaded, Tensor))
         return are_numbers and not self.has_alike(name, again)
 

@@ -25,7 +25,8 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {
 _MARKS_OF_DYNAMO = ("_dynamo", "_torchdynamo")
 _MARKS_OF_TENSORS = ("_is_buffer", "_is_param")  # by nn.Buffer, and for parameters of other classes
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
-# results, or the decay of diffusers' averages. And sentence-transformers' model card, which is for people only.
+# results, the decay of diffusers' averages, or the kind of loss that a model of transformers finds from its first
+# labels. And sentence-transformers' model card, which is for people only.
 _RECOMPUTED = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
@@ -35,6 +36,7 @@ _RECOMPUTED = {
     "gpytorch": {"_memoize_cache"},
     "linear_operator": {"_memoize_cache"},
     "omegaconf": {"_flags_cache"},
+    "transformers": {"problem_type"},
     "sentence_transformers": {"model_card_data"},
 }  # fmt: skip
 # Not state: flags for torch's warnings and checks, what a step is told about its own gradients, and the number of

@@ -37,7 +37,9 @@ SEEN_INTO = (
 )  # fmt: skip
 # Which one of several a name refers to matters, such as the network that is the teacher for now.
 REFERRED_TO = (nn.Module, Optimizer, Tensor)
-_CACHES = "transformers.cache_utils"  # what a model may go on with in the next step
+# Modules of libraries whose objects are searched as well: what a model may go on with in the next step, settings of a
+# model, which it reads, and schedules of pruning.
+_SEARCHED = ("transformers.cache_utils", "transformers.configuration_utils", "torch.ao.pruning")
 # Of these, which one a name refers to is all that can be seen.
 _OPAQUE = (type, BuiltinFunctionType, concurrent.futures.Future)
 
@@ -101,8 +103,10 @@ def is_replaced(was: Any, now: Any) -> bool:
 def is_of_library(value: Any) -> bool:
     if isinstance(value, (functools.partial, MethodType)):
         return False  # their contents are searched separately
-    named = value if isinstance(value, FunctionType) else type(value)
-    return isinstance(value, (Dataset, type)) or (is_library(named.__module__) and named.__module__ != _CACHES)
+    if isinstance(value, (Dataset, type)):
+        return True
+    kinds = (value,) if isinstance(value, FunctionType) else type(value).__mro__
+    return is_library(kinds[0].__module__) and not any(str(kind.__module__).startswith(_SEARCHED) for kind in kinds)
 
 
 def is_library(module: str | None) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.weak import TensorWeakRef
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
@@ -162,7 +162,7 @@ class Snapshot:
                 self._gradients[name + GRADIENT] = TensorWeakRef(value.grad), value.grad._version
             self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
             return
-        if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
+        if isinstance(value, (*CONTAINERS, np.ndarray, numbers.Number)) and has_attributes(value):  # a derived class
             self._look_into(vars(value).items(), name, depth)
         if isinstance(value, np.generic):
             self.leaves[name] = value.item()  # which state_dict() may return

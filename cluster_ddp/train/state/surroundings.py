@@ -34,8 +34,6 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
                 continue
             if isinstance(value, (type, FunctionType)) and value.__module__ != module.__name__:
                 continue  # it is found where it was defined, if that is the user's code
-            if isinstance(value, enum.EnumMeta):
-                continue  # its members are found where they are used
             if isinstance(value, type):
                 classes[value] = None
             elif _is_variable(key, value):
@@ -49,6 +47,8 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
 def _with_inner(classes: dict[type, None]) -> Iterator[type]:
     """The classes, and those that are defined inside them, such as for settings."""
     for kind in classes:
+        if isinstance(kind, enum.EnumMeta):
+            continue  # its members are found where they are used
         yield kind
         inner = [part for part in list(vars(kind).values()) if isinstance(part, type)]
         yield from _with_inner({part: None for part in inner if part.__qualname__.startswith(f"{kind.__qualname__}.")})

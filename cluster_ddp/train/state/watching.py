@@ -71,7 +71,7 @@ class Watch:
         self._changes: list[list[str]] = []  # from each of the looks to what was noted
         self._first_names: set[str] = set()  # of the attributes of the task
         self._made_again: set[str] = set()  # what loading has made as it was
-        self._at_first: dict[str, Any] = {}  # what loading has put into data frames of another task
+        self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
         self._handles: list[RemovableHandle] = []
         self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
@@ -190,12 +190,14 @@ class Watch:
                 values[key] = self._first(key)
 
     def note_first(self, other: Task) -> None:
-        """Note what is in the data frames of another task that has been given the state from before training.
+        """Note the numbers, strings and data frames in another task that has been given the state from before training.
 
         It is a copy, so what its loading does not put back is as it is now.
         """
         found = of_task(other)
-        self._at_first = {name: leaf for name, leaf in found.leaves.items() if found.is_frame(name)}
+        self._at_first = {
+            name: leaf for name, leaf in found.leaves.items() if found.is_frame(name) or found.is_value(name)
+        }
 
     def compare(self, other: Task, again: Attributes, *, is_another_model: bool) -> None:
         """Find out what comes back, by what another task has after loading the state of this one.
@@ -258,8 +260,8 @@ class Watch:
         self._comes_back |= dict.fromkeys(anew & now.lists_alike(again), True)
         lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in anew}
         self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}
-        frames = {name for name in self._at_first.keys() & changed if name in again.leaves}
-        made = {name for name in frames if not is_same(self._at_first[name], again.leaves[name])}
+        loaded = {name for name in self._at_first.keys() & changed if name in again.leaves}
+        made = {name for name in loaded if not is_same(self._at_first[name], again.leaves[name])}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
 
