@@ -58,6 +58,7 @@ def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm_alone: 
     assert reasons == ["time-limit", "time-limit"]
 
 
+@pytest.mark.usefixtures("light")
 def test_script_without_a_run_makes_one_and_resumes_into_it(
     cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
 ) -> None:

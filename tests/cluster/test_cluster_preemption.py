@@ -75,6 +75,7 @@ def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm_alone: CalmR
 
 
 @sbatch_first
+@pytest.mark.usefixtures("light")
 def test_preempted_while_setup_lines_run(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     """Its SIGTERM ends them as well; on this partition nobody queues the job again but the job itself."""
     mark = tmp_path / "setup"
@@ -189,6 +190,7 @@ def test_failed_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: s
 
 
 @sbatch_first
+@pytest.mark.usefixtures("light")
 def test_cancelled_within_the_grace(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     slow = {"brake": str(tmp_path / "brake"), "width": 8, "seconds": 5}  # no step ends while it is cancelled
     training = submit(cluster, tmp_path, "--via", via, braked=True, params=slow, **ONE_RANK)
