@@ -62,6 +62,7 @@ def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
 
 
 @pytest.mark.newest
+@pytest.mark.usefixtures("light")
 def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path) -> None:
     """So is one of sbatch: test_cluster_end_to_end.py."""
     training = submit(cluster, tmp_path, "--via", "submitit", braked=True, **ONE_RANK)
