@@ -112,9 +112,9 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
     job = str(write_job(tmp_path, braked=True, train={"epochs": 2}, launch={"procs_per_node": 1}))
     master = ("--master-addr", hosts.hosts["first"].address)
 
-    def start() -> list[subprocess.Popen[str]]:
-        machines = list(hosts.hosts.values())
-        return [call(*launch(node, *master, job=job), within=tuple(machines[node].enter())) for node in (1, 0)]
+    def start(*, light: bool = False) -> list[subprocess.Popen[str]]:
+        inside = [tuple(machine.enter()) for machine in hosts.hosts.values()]
+        return [call(*launch(node, *master, job=job), within=inside[node], light=light) for node in (1, 0)]
 
     def look() -> dict[str, Any]:
         status, out, err = finish(call("status", str(run.path), "--json"))
@@ -145,7 +145,7 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
     assert status == 2 and "cluster-ddp launch" in err and "--master-addr first" in err
 
     (tmp_path / "brake").unlink()
-    ended = [finish(node) for node in start()]
+    ended = [finish(node) for node in start(light=True)]
     assert [status for status, *_ in ended] == [0, 0], ended
     assert all("COMPLETED" in err for *_, err in ended)
     again = finish(call(*launch(1, *master, job=job)))
