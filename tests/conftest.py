@@ -14,6 +14,8 @@ from slurm_cluster import SlurmCluster, why_unavailable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CLUSTER_DDP_CONFIG"] = ""  # no defaults of the site where the tests run
 
+gc.disable()  # until all is imported: a fifth of the time that this takes
+
 # Beside other tests on few cores any example may take long; each test has its own bound.
 settings.register_profile("tests", settings.default, deadline=None)
 settings.load_profile("tests")
@@ -94,6 +96,7 @@ def pytest_collection_finish() -> None:
     """What the imports made is neither collected nor searched: a tenth of the time of what trains in this process."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

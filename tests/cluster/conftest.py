@@ -4,7 +4,15 @@ import fcntl
 from typing import Any
 
 import pytest
+from light_agent import LIGHT_AGENT
+from slurm_cluster import SlurmCluster
 from small_job import ONE_RANK, PATIENCE, CalmRun, submit
+
+
+@pytest.fixture
+def light(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test submits or resumes has light agents: it is about Slurm, the keeper or the ranks."""
+    monkeypatch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +36,10 @@ def _made_once(name: str, request: pytest.FixtureRequest, factory: pytest.TempPa
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.is_symlink():
-            training = submit(request.getfixturevalue("cluster"), factory.mktemp(name), **sections)
+            cluster: SlurmCluster = request.getfixturevalue("cluster")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
+                training = submit(cluster, factory.mktemp(name), **sections)
             training.finish(timeout=PATIENCE)
             place.symlink_to(training.run)
     return CalmRun(place.resolve())

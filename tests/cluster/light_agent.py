@@ -1,4 +1,4 @@
-"""The PYTHONPATH with which a start of one rank has the agent in `light/` instead of torchrun."""
+"""The PYTHONPATH with which a start has the agent in `light/` instead of torchrun."""
 
 from __future__ import annotations
 

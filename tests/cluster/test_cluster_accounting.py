@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from light_agent import LIGHT_AGENT
 from slurm_accounting import QOS_GRACE
 from slurm_cluster import CHECKOUT, SlurmCluster
 from small_job import ONE_RANK, PATIENCE, STEPS, submit
@@ -19,8 +20,11 @@ both_ways = pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", m
 
 
 @both_ways
-def test_preempted_by_a_qos_within_its_grace(accounting_cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+def test_preempted_by_a_qos_within_its_grace(
+    accounting_cluster: SlurmCluster, tmp_path: Path, via: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = accounting_cluster
+    monkeypatch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
     training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
     training.wait_for_step(5, timeout=PATIENCE)
     cluster.preempt(training.job)

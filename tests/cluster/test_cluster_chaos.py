@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from chaos import Cost, endure, most_repeated, submit_chaos, table
 from chaos_faults import FAULTS, Scene, Strike, schedule, small_disk
+from light_agent import LIGHT_AGENT
 from same_training import assert_every_sample_once, assert_same_training
 from slurm_cluster import SlurmCluster, why_unavailable
 from training_job import SAMPLES, STEPS_PER_EPOCH
@@ -62,7 +63,10 @@ def test_long_chaos(proctrack: str, disk: Path) -> None:
 def suffer(proctrack: str, disk: Path, strikes: list[Strike], *, nodes: int) -> None:
     """Let a run and a calm twin of it train, the one under the faults, and compare."""
     with SlurmCluster(proctrack) as cluster:
-        calm = submit_chaos(cluster, disk / "calm", faults=len(strikes), nodes=nodes, braked=False)
+        with pytest.MonkeyPatch.context() as patch:
+            if nodes == 2:  # light agents do not know which one they are of more
+                patch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
+            calm = submit_chaos(cluster, disk / "calm", faults=len(strikes), nodes=nodes, braked=False)
         calm.finish(timeout=600)
         began = time.monotonic()
         training = submit_chaos(cluster, disk / "chaos", faults=len(strikes), nodes=nodes, braked=True)

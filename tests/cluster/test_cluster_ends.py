@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @both_ways_at_length
+@pytest.mark.usefixtures("light")
 def test_stop_is_final_until_a_person_resumes(
     cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path, via: str
 ) -> None:
@@ -41,6 +42,7 @@ def test_stop_is_final_until_a_person_resumes(
 
 
 @both_ways_at_length
+@pytest.mark.usefixtures("light")
 def test_a_stop_while_slurm_queues_the_run_again_takes_it_out_of_the_queue(
     cluster: SlurmCluster, tmp_path: Path, via: str
 ) -> None:
@@ -94,8 +96,13 @@ def _requeued(cluster: SlurmCluster, training: TrainingJob) -> None:
     ],
 )
 def test_scancel_is_final_at_any_moment(
-    cluster: SlurmCluster, tmp_path: Path, moment: Callable[[SlurmCluster, TrainingJob], None]
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    moment: Callable[[SlurmCluster, TrainingJob], None],
+    request: pytest.FixtureRequest,
 ) -> None:
+    if moment is not _starting:
+        request.getfixturevalue("light")
     blocker = cluster.sbatch("sleep 600", nodes=3, options=("--exclusive",)) if moment is _pending else None
     training = submit(cluster, tmp_path, braked=True, slurm={"nodes": 1})
     moment(cluster, training)

@@ -41,6 +41,7 @@ def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: Calm
 
 
 @pytest.mark.newest
+@pytest.mark.usefixtures("light")
 def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path) -> None:
     # Slurm looks at time limits every 30 s and warns up to 30 s early: here 25 to 55 s after the start of an attempt,
     # when it trains on a busy machine, too. Two such attempts on an idle one do not reach the end.
@@ -58,6 +59,7 @@ def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm_alone: 
     assert reasons == ["time-limit", "time-limit"]
 
 
+@pytest.mark.usefixtures("light")
 def test_script_without_a_run_makes_one_and_resumes_into_it(
     cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
 
 
 @pytest.mark.newest
+@pytest.mark.usefixtures("light")
 def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path) -> None:
     """So is one of sbatch: test_cluster_end_to_end.py."""
     training = submit(cluster, tmp_path, "--via", "submitit", braked=True, **ONE_RANK)
@@ -75,6 +76,7 @@ def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm_alone: CalmR
 
 
 @sbatch_first
+@pytest.mark.usefixtures("light")
 def test_preempted_while_setup_lines_run(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     """Its SIGTERM ends them as well; on this partition nobody queues the job again but the job itself."""
     mark = tmp_path / "setup"
@@ -189,6 +191,7 @@ def test_failed_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: s
 
 
 @sbatch_first
+@pytest.mark.usefixtures("light")
 def test_cancelled_within_the_grace(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     slow = {"brake": str(tmp_path / "brake"), "width": 8, "seconds": 5}  # no step ends while it is cancelled
     training = submit(cluster, tmp_path, "--via", via, braked=True, params=slow, **ONE_RANK)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_agent import LIGHT_AGENT
 from same_training import newest_tensors, repeated_steps
 from slurm_cluster import SlurmCluster
 from training_job import PATIENCE, TrainingJob, submit_script
@@ -16,14 +17,20 @@ pytestmark = pytest.mark.timeout(900)
 STEPS = 60
 
 
-def test_a_loop_of_ones_own_is_preempted_stopped_and_resumed_exactly(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_is_preempted_stopped_and_resumed_exactly(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is resumed by torchrun; the attempts before, and the calm run, have light agents."""
+
     def begin(name: str) -> TrainingJob:
         folder = tmp_path / name
         folder.mkdir()
         if name == "broken":
             (folder / "brake").touch()
         sections: dict[str, Any] = {"launch": {"procs_per_node": 2}, "log": {"every_steps": 1}}
-        return submit_script(cluster, folder, "braked_loop.py", folder / "brake", **sections)
+        with monkeypatch.context() as patch:
+            patch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
+            return submit_script(cluster, folder, "braked_loop.py", folder / "brake", **sections)
 
     training = begin("broken")
     training.wait_for_step(3)
@@ -49,6 +56,7 @@ def test_a_loop_of_ones_own_is_preempted_stopped_and_resumed_exactly(cluster: Sl
     assert [text.count("after the loop") for text in logs] == [0, 0, 2]
 
 
+@pytest.mark.usefixtures("light")
 def test_a_script_as_it_is_is_told_requeued_and_given_other_arguments(cluster: SlurmCluster, tmp_path: Path) -> None:
     end = tmp_path / "end"
     training = submit_script(cluster, tmp_path, "counting_script.py", end, args_on_resume=["--resume"])

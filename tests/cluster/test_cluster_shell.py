@@ -21,6 +21,8 @@ LEFT_OVER = {
     "RANK": "0", "LOCAL_RANK": "3", "WORLD_SIZE": "7", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1",
     "PET_NNODES": "9", "PET_NPROC_PER_NODE": "5", "TORCHELASTIC_RUN_ID": "old", "PYTHONOPTIMIZE": "2",
 }  # fmt: skip
+# With PYTHONOPTIMIZE, Python compiles all of torch anew: once on one node.
+ONE_NODE = {"slurm": {"nodes": 1}, "launch": {"procs_per_node": 2}}
 
 
 def test_a_run_completes_whatever_the_shell_holds(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -28,7 +30,7 @@ def test_a_run_completes_whatever_the_shell_holds(cluster: SlurmCluster, tmp_pat
     here.mkdir()
     for module in ("json", "select", "socket", "torch"):
         (here / f"{module}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{module} ')\n")
-    job = write_job(here, braked=False, **SMALL)
+    job = write_job(here, braked=False, **{**SMALL, **ONE_NODE})
     program = str(Path(sys.executable).with_name("cluster-ddp"))
     submit = ("bash", "-c", 'umask 000; exec "$0" "$@"', program, "submit", str(job), "--json", "--no-check")
     done = cluster.call(*submit, cwd=here, env={**cluster.env, **LEFT_OVER}, timeout=200)
@@ -42,6 +44,7 @@ def test_a_run_completes_whatever_the_shell_holds(cluster: SlurmCluster, tmp_pat
 
 
 @both_ways_at_length
+@pytest.mark.usefixtures("light")
 def test_what_was_exported_and_what_training_warns_of_is_told(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     train = {"epochs": 1, "sync_batchnorm": True}
     network = {"profile": "ethernet", "ib_disable": True}

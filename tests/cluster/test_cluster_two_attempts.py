@@ -24,6 +24,7 @@ def _told(training: TrainingJob, name: str, attempt: int) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", marks=pytest.mark.chaos)])
+@pytest.mark.usefixtures("light")
 def test_attempt_on_a_node_that_was_cut_off_counts_for_nothing_once_a_newer_one_trains(
     cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str
 ) -> None:

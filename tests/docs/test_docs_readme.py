@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from documented import FINDS_RANKS, PROJECT, Call, block, finish, hold_rank_0, wait_for
+from light_agent import LIGHT_AGENT
 from slurm_cluster import SlurmCluster
 
 README = (PROJECT / "README.md").read_text()
@@ -69,7 +70,7 @@ def test_local_stop_status_resume(here: Path, call: Call) -> None:
     dry = finish(call("cluster_ddp", *words(LOCAL), "--dry-run"))
     assert len(re.findall(r"torchrun .*--nnodes=2 --nproc-per-node=2", dry)) == 2
     # Two nodes are started by the demo, below.
-    running = call("cluster_ddp", *words(LOCAL), "--nodes", "1", *TINY)
+    running = call("cluster_ddp", *words(LOCAL), "--nodes", "1", *TINY, PYTHONPATH=LIGHT_AGENT)
     run = wait_for(lambda: next(here.glob("runs/*"), None))
     held = hold_rank_0(run)
     finish(call("cluster_ddp", *words(STOP)))
@@ -77,12 +78,14 @@ def test_local_stop_status_resume(here: Path, call: Call) -> None:
     os.kill(held, signal.SIGCONT)
     finish(running, status=5)
     assert "STOPPED" in finish(call("cluster_ddp", *words(STATUS)))
-    assert "COMPLETED" in finish(call("cluster_ddp", *words(RESUME)))
+    assert "COMPLETED" in finish(call("cluster_ddp", *words(RESUME), PYTHONPATH=LIGHT_AGENT))
     assert json.loads(finish(call("cluster_ddp", *words(STATUS), "--json")))["attempts"] == 2
 
 
 @pytest.mark.timeout(400)
-def test_submit_stop_status_resume(here: Path, cluster: SlurmCluster) -> None:
+def test_submit_stop_status_resume(here: Path, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
+
     def status() -> Any:
         return json.loads(cluster.cli(*words(STATUS), "--json", cwd=here).stdout)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from documented import PROJECT
+from light_agent import LIGHT_AGENT
 from slurm_cluster import SlurmCluster
 
 PAGE = (PROJECT / "docs/walk.md").read_text()
@@ -56,6 +57,7 @@ def test_the_walk(cluster: SlurmCluster, tmp_path: Path) -> None:
         "HOME": str(tmp_path),
         "CLUSTER_DDP_CONFIG": str(tmp_path / "cluster-ddp/site.yaml"),
         "COLUMNS": "200",
+        "PYTHONPATH": LIGHT_AGENT,
     }
 
     def say(*words: str) -> str:

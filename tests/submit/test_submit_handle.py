@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from light_agent import LIGHT_AGENT
 from slurm_cluster import SlurmCluster
 from training_job import write_job
 
@@ -61,7 +62,7 @@ def test_handle_of_a_slurm_job(cluster: SlurmCluster, tmp_path: Path, via: str) 
     write_job(tmp_path, braked=True, launch={"procs_per_node": 1}, slurm={"nodes": 1})
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, via],
-        cwd=tmp_path, env=cluster.env, capture_output=True, text=True, timeout=500,
+        cwd=tmp_path, env=cluster.env | {"PYTHONPATH": LIGHT_AGENT}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     check(done.stdout)

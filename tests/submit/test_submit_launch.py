@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_agent import LIGHT_AGENT
 from same_training import newest_tensors, training_values
 from slurm_cluster import why_unavailable
 from training_job import write_job
@@ -33,7 +34,7 @@ Call = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def call(tmp_path: Path) -> Iterator[Call]:
-    """Start `cluster-ddp ...`, on another machine if `within` says so."""
+    """Start `cluster-ddp ...`, on another machine if `within` says so; `light` where torchrun is not meant."""
     # Ranks of other folders meet on GLOO_SOCKET_IFNAME=lo, which their conftest.py sets; two hosts never would.
     foreign = ("SLURM_", "CUDA_", "GLOO_", "NCCL_", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -41,10 +42,11 @@ def call(tmp_path: Path) -> Iterator[Call]:
     environment.pop("CLUSTER_DDP_RUNS", None)
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start(*arguments: str, within: tuple[str, ...] = (), light: bool = False) -> subprocess.Popen[str]:
         command = [*within, sys.executable, "-m", "cluster_ddp", *arguments]
+        env = environment | ({"PYTHONPATH": LIGHT_AGENT} if light else {})
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=pipe, stderr=pipe))
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stdout=pipe, stderr=pipe))
         return started[-1]
 
     yield start
@@ -110,9 +112,9 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
     job = str(write_job(tmp_path, braked=True, train={"epochs": 2}, launch={"procs_per_node": 1}))
     master = ("--master-addr", hosts.hosts["first"].address)
 
-    def start() -> list[subprocess.Popen[str]]:
-        machines = list(hosts.hosts.values())
-        return [call(*launch(node, *master, job=job), within=tuple(machines[node].enter())) for node in (1, 0)]
+    def start(*, light: bool = False) -> list[subprocess.Popen[str]]:
+        inside = [tuple(machine.enter()) for machine in hosts.hosts.values()]
+        return [call(*launch(node, *master, job=job), within=inside[node], light=light) for node in (1, 0)]
 
     def look() -> dict[str, Any]:
         status, out, err = finish(call("status", str(run.path), "--json"))
@@ -143,13 +145,13 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
     assert status == 2 and "cluster-ddp launch" in err and "--master-addr first" in err
 
     (tmp_path / "brake").unlink()
-    ended = [finish(node) for node in start()]
+    ended = [finish(node) for node in start(light=True)]
     assert [status for status, *_ in ended] == [0, 0], ended
     assert all("COMPLETED" in err for *_, err in ended)
     again = finish(call(*launch(1, *master, job=job)))
     assert again[0] == 0 and "is complete" in again[2]
 
-    assert finish(call("local", "job.yaml", "--nodes", "2"))[0] == 0
+    assert finish(call("local", "job.yaml", "--nodes", "2", light=True))[0] == 0
     (other,) = (path for path in (tmp_path / "runs").iterdir() if path != run.path)
     here, there = newest_tensors(run.path), newest_tensors(other)
     assert here.keys() == there.keys() and all(here[name].equal(there[name]) for name in here)
@@ -172,7 +174,7 @@ def test_node_that_does_not_come_is_named_and_costs_no_attempt(tmp_path: Path, c
 def test_second_job_and_another_size_are_refused_while_the_first_waits(
     tmp_path: Path, call: Call, script: Path
 ) -> None:
-    waiting = call(*launch(1))
+    waiting = call(*launch(1), light=True)
     wait_for(lambda: arrivals(tmp_path) == [1], "node 1 waits")
     status, _, err = finish(call(*launch(0, *ON_LOOPBACK, "--set", "train.lr=0.5")))
     assert status == 2 and "belongs to another job: train.lr is 0.001 there, 0.5 here" in err
@@ -180,7 +182,7 @@ def test_second_job_and_another_size_are_refused_while_the_first_waits(
     assert status == 2 and "1 ranks, and node 0 here for 2 of 2" in err
     twin = call(*launch(1))
     wait_for(lambda: arrivals(tmp_path) == [1, 1], "node 1 was started twice")
-    first = call(*launch(0))
+    first = call(*launch(0), light=True)
     assert first.stderr is not None
     assert "one of the 2 starts of node 1 to end" in first.stderr.readline()
     twin.kill()

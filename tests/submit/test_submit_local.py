@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_agent import LIGHT_AGENT
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.processes import is_alive
@@ -43,7 +44,7 @@ Call = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def call(tmp_path: Path) -> Iterator[Call]:
-    """Start `cluster-ddp ...` in an empty folder with a job file in it."""
+    """Start `cluster-ddp ...` in an empty folder with a job file in it; `light` where torchrun is not meant."""
     (tmp_path / "job.yaml").write_text(
         f"name: local\nscript: {HERE / 'beating_rank.py'}\nargs: ['30']\nlaunch: {{procs_per_node: 2}}\n"
     )
@@ -52,10 +53,13 @@ def call(tmp_path: Path) -> Iterator[Call]:
     environment.pop("CLUSTER_DDP_RUNS", None)
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, within: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    def start(
+        *arguments: str, within: Sequence[str] = (), light: bool = False, **options: Any
+    ) -> subprocess.Popen[str]:
+        variables = environment | ({"PYTHONPATH": LIGHT_AGENT} if light else {})
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": variables, **options}
         command = [*within, sys.executable, "-m", "cluster_ddp", *arguments]
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **options))
+        started.append(subprocess.Popen(command, cwd=tmp_path, text=True, **options))
         return started[-1]
 
     yield start
@@ -129,7 +133,7 @@ def test_ctrl_c_stops_with_status_5_and_resume_goes_on_with_the_same_size(call: 
     assert f"cluster-ddp resume {run.id}" in err
     assert describe(run, None).reason == "stopped by Ctrl-C"
     run.job_file.write_text(run.job_file.read_text().replace("100000", "20"))
-    status, out, err = finish(call("resume", run.id))
+    status, out, err = finish(call("resume", run.id, light=True))
     assert status == 0, err
     assert "step 20 of attempt 1" in out
     assert [event["world_size"] for event in read_events(run) if event["event"] == "started"] == [2, 2]
@@ -137,7 +141,7 @@ def test_ctrl_c_stops_with_status_5_and_resume_goes_on_with_the_same_size(call: 
 
 def test_the_signal_that_announces_an_end_stops_a_local_run_as_ctrl_c_does(call: Call, tmp_path: Path) -> None:
     """As other schedulers, or `timeout -s USR1`, send it to the command."""
-    process = call("local", "job.yaml", "--procs", "1", "--set", "args=['100000']")
+    process = call("local", "job.yaml", "--procs", "1", "--set", "args=['100000']", light=True)
     run = wait_for_steps(tmp_path)
     process.send_signal(signal.SIGUSR1)
     status, _, err = finish(process)
@@ -193,7 +197,7 @@ def test_on_a_terminal_the_ranks_are_told_which_it_is(call: Call, tmp_path: Path
     (tmp_path / "bar.py").write_text("import os\nopen(os.environ['CLUSTER_DDP_TERMINAL'], 'w').write('a bar')\n")
     ours, theirs = pty.openpty()
     arguments = ("local", "job.yaml", "--set", "script=bar.py", "--set", "args=[]", "--procs", "1")
-    status, _, err = finish(call(*arguments, stdout=theirs))
+    status, _, err = finish(call(*arguments, light=True, stdout=theirs))
     assert status == 0, err
     os.set_blocking(ours, False)
     assert b"a bar" in os.read(ours, 10000)
@@ -219,7 +223,7 @@ saved.write_text(str(step))
 def test_a_script_that_knows_nothing_of_this_is_stopped_told_of_and_resumed(call: Call, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
     settings = ("script=plain.py", "args=['1000000']", "args_on_resume=['--resume']", "launch.procs_per_node=1")
-    process = call("local", "job.yaml", *(word for setting in settings for word in ("--set", setting)))
+    process = call("local", "job.yaml", *(word for setting in settings for word in ("--set", setting)), light=True)
     run = wait_for_steps(tmp_path)
     _, out, _ = finish(call("status", run.id))
     assert "unknown (the script does not report any)" in out
@@ -229,11 +233,11 @@ def test_a_script_that_knows_nothing_of_this_is_stopped_told_of_and_resumed(call
     assert finish(process)[0] == 5
     reached = int((tmp_path / "saved").read_text())
     run.job_file.write_text(run.job_file.read_text().replace("1000000", str(reached + 5)))
-    status, _, err = finish(call("resume", run.id))
+    status, _, err = finish(call("resume", run.id, light=True))
     assert status == 0, err
     _, _, err = finish(call("resume", run.id))
     assert "to train further, give its script different arguments" in err and "train.epochs" not in err
-    status, _, err = finish(call("resume", run.id, "--set", f"args=['{reached + 9}']"))
+    status, _, err = finish(call("resume", run.id, "--set", f"args=['{reached + 9}']", light=True))
     assert status == 0, err
     said = "".join(log.read_text() for log in run.path.rglob("node-0.log"))
     for attempt, step in ((0, 0), (1, reached), (2, reached + 5)):
@@ -312,7 +316,7 @@ def test_a_closed_terminal_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, tmp_path: Path) -> None:
     """As on a full disk: the supervisor signals its nodes instead of ending with an error of its own."""
-    process = call("local", "job.yaml", "--set", "args=['100000']")
+    process = call("local", "job.yaml", "--set", "args=['100000']", light=True)
     run = wait_for_steps(tmp_path)
     run.attempt(0).stop_file.mkdir()  # instead of the file: it can be neither written nor replaced
     process.send_signal(signal.SIGINT)
@@ -329,7 +333,7 @@ def test_a_run_whose_directory_vanishes_ends_at_ctrl_c_and_goes_on_where_it_is_t
     status, _, err = finish(process)
     assert "the nodes are signalled instead" in err and f"{run.path} is gone" in err and "Traceback" not in err
     assert status == 4
-    assert finish(call("resume", str(moved), "--set", "args=['3']"))[0] == 0
+    assert finish(call("resume", str(moved), "--set", "args=['3']", light=True))[0] == 0
 
 
 FILLS_ITS_DISK = """
@@ -346,7 +350,7 @@ def test_a_run_that_ends_on_a_full_disk_is_lost_and_says_why(call: Call, tmp_pat
     (tmp_path / "fill.py").write_text(FILLS_ITS_DISK)
     small = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=400k tmpfs runs && exec "$@"', "sh")
     words = ("local", "job.yaml", "--procs", "1", "--set", "script=fill.py", "--set", "args=[]")
-    status, _, err = finish(call(*words, within=small))
+    status, _, err = finish(call(*words, within=small, light=True))
     assert status == 4 and "LOST" in err and "Traceback" not in err.partition("LOST")[2]
     assert "the end of attempt 0 cannot be recorded in " in err and "No space left on device" in err
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from light_agent import LIGHT_AGENT
+
 JOB = """\
 name: warned
 task: cluster_ddp.tasks.digits:Digits
@@ -21,7 +23,7 @@ WARNING = "train.sync_batchnorm: torch has no SyncBatchNorm on cpu"
 def test_what_training_warns_of_reaches_the_console_and_status(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CLUSTER_DDP_"))}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": LIGHT_AGENT, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "cluster_ddp", *arguments]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from train_ranks import run_ranks
+from train_ranks import run_ranks, start_program
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.ports import free_port
@@ -158,12 +158,13 @@ def test_a_group_at_another_address_does_not_meet_by_the_first_one_s_store() -> 
 
 def test_the_timeout_is_applied(tmp_path: Path) -> None:
     """A collective that the other rank never joins fails after the process group's timeout, not after 30 minutes."""
-    program = (
+    (tmp_path / "program.py").write_text(
         "import os, time, torch, torch.distributed as dist\n"
         "from pathlib import Path\n"
         "from cluster_ddp.train import setup_distributed\n"
-        "Path(os.environ['RANK']).touch()\n"  # the timeout is that of the meeting, too
-        "while not (Path('0').exists() and Path('1').exists()): time.sleep(0.01)\n"
+        "place = Path(__file__).parent\n"
+        "(place / os.environ['RANK']).touch()\n"  # the timeout is that of the meeting, too
+        "while not ((place / '0').exists() and (place / '1').exists()): time.sleep(0.01)\n"
         "world = setup_distributed(timeout=2)\n"
         "begun = time.monotonic()\n"
         "if world.rank == 0:\n"
@@ -171,10 +172,14 @@ def test_the_timeout_is_applied(tmp_path: Path) -> None:
         "    except RuntimeError as error: print('failed after', time.monotonic() - begun)\n"
         "else: time.sleep(8)\n"
     )
-    first, second = _start(program, 2, tmp_path)
-    output = first.communicate(timeout=PATIENCE)[0]
-    second.kill()
-    second.communicate()
+    first, second = (
+        start_program(environment, tmp_path / "log", tmp_path / "program.py") for environment in _environments(2)
+    )
+    first.join(PATIENCE)
+    for rank in (first, second):
+        rank.kill()
+        rank.join()
+    output = (tmp_path / "log").read_text()
     assert "failed after" in output and 1.5 < float(output.split()[2]) < 7
 
 
@@ -203,35 +208,28 @@ def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
 
 def test_srun_without_torchrun(tmp_path: Path) -> None:
     """Two tasks of a step on one node find each other by Slurm's variables alone."""
-    program = (
-        "import torch.distributed as dist\n"
-        "from cluster_ddp.train import setup_distributed, reduce_tensor, cleanup_distributed\n"
+    (tmp_path / "program.py").write_text(
         "import torch\n"
+        "from cluster_ddp.train import setup_distributed, reduce_tensor, cleanup_distributed\n"
         "world = setup_distributed(timeout=120)\n"
-        "print(world.rank, reduce_tensor(torch.ones(1), 'sum').item())\n"
+        "print(f'{world.rank} {reduce_tensor(torch.ones(1), \"sum\").item()}\\n', end='')\n"
         "cleanup_distributed()\n"
     )
-    job_id = str(4_000_000 + os.getpid())
-    outputs = []
+    common = {**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    common["SLURM_JOB_ID"] = str(4_000_000 + os.getpid())
     tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={
-                **os.environ,
-                "SLURM_PROCID": str(task),
-                "SLURM_LOCALID": str(task),
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_STEP_NUM_NODES": "1",
-                "SLURM_JOB_ID": job_id,
-            },
-            stdout=subprocess.PIPE,
-            text=True,
+        start_program(
+            {**common, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            tmp_path / "log",
+            tmp_path / "program.py",
         )
         for task in range(2)
     ]
-    for task in tasks:
-        outputs.append(task.communicate(timeout=PATIENCE)[0].split())
-    assert sorted(outputs) == [["0", "2.0"], ["1", "2.0"]]
+    for started in tasks:
+        started.join(PATIENCE)
+        started.kill()
+        started.join()
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["0 2.0", "1 2.0"]
 
 
 def test_several_nodes_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,25 +359,24 @@ def test_several_ranks_on_a_mac_are_warned(monkeypatch: pytest.MonkeyPatch) -> N
         setup_distributed()
 
 
-def _start(program: str, world_size: int, folder: Path | None = None) -> list[subprocess.Popen[str]]:
-    from cluster_ddp.launch.ports import free_port
-
-    port = free_port()
+def _environments(world_size: int) -> list[dict[str, str]]:
+    port = str(free_port())
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         for rank in range(world_size)
+    ]
+
+
+def _start(program: str, world_size: int) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for environment in _environments(world_size)
     ]

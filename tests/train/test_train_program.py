@@ -96,6 +96,22 @@ class Ranks:
         return [process.wait() for process in self.processes]
 
 
+def to_the_end(run: RunDirectory, attempt: int = 0) -> list[str]:
+    """Be two ranks of an attempt that nothing happens to; what each has printed."""
+    folder = run.attempt(attempt).path
+    folder.mkdir()
+    logs = [folder / f"log-{rank}" for rank in range(2)]
+    environments = rank_environments(run, 2, attempt)
+    ranks = [start_whole_rank(environments[rank], run.path, logs[rank]) for rank in range(2)]
+    for rank in ranks:
+        rank.join(90)
+        rank.kill()
+        rank.join()
+    said = [log.read_text() for log in logs]
+    assert [rank.exitcode for rank in ranks] == [0, 0], said
+    return said
+
+
 def _ignore_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -125,8 +141,7 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(tmp_path: Path) -> None:
     stopped = read_events(run)[-1]
     assert (stopped["event"], stopped["reason"]) == ("stopped", "time-limit") and 3 <= stopped["step"] < 150
     assert (run.checkpoints / f"step-{stopped['step']:08d}").is_dir()
-    second = Ranks(run, 2, attempt=1)
-    assert second.wait() == [0, 0]
+    to_the_end(run, attempt=1)
     assert names(run) == ["started", "stop-requested", "checkpoint", "stopped", "resumed", "checkpoint", "completed"]
     resumed = read_events(run)[4]
     assert resumed["step"] == stopped["step"] and (resumed["world_size"], resumed["total_steps"]) == (2, 150)
@@ -168,14 +183,13 @@ def test_ranks_end_when_their_parent_does(tmp_path: Path) -> None:
 
 def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
     """Guide 1's checklist: only rank 0 prints, writes metrics and checkpoints."""
-    ranks = Ranks(new_run(tmp_path), 2)
-    assert ranks.wait() == [0, 0]
-    first, second = (log.read_text() for log in ranks.logs)
+    run = new_run(tmp_path)
+    first, second = to_the_end(run)
     assert "step 6/6" in first and "loss" in first
     assert second == ""
-    rows = [json.loads(line) for line in ranks.run.metrics_file.read_text().splitlines()]
+    rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert [path.name.split("-")[:2] for path in ranks.run.events.iterdir()] == [["rank", "0"]]
+    assert [path.name.split("-")[:2] for path in run.events.iterdir()] == [["rank", "0"]]
 
 
 @pytest.mark.parametrize(

@@ -350,13 +350,16 @@ def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapp
 
 def _has_scheduler(optimizer: Optimizer) -> bool:
     """Whether the program holds an object that steps, has a state to load, and refers to this optimizer."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if _may_schedule(kind)}  # of a million objects, a few thousand
     return any(
-        callable(getattr(type(held), "step", None))
-        and callable(getattr(type(held), "load_state_dict", None))
-        and not isinstance(held, Optimizer)
-        and _bare(getattr(held, "__dict__", {}).get("optimizer")) is optimizer
-        for held in gc.get_objects()
+        type(held) in kinds and _bare(getattr(held, "__dict__", {}).get("optimizer")) is optimizer for held in objects
     )
+
+
+def _may_schedule(kind: type) -> bool:
+    methods = (getattr(kind, name, None) for name in ("step", "load_state_dict"))
+    return all(map(callable, methods)) and not issubclass(kind, Optimizer)
 
 
 def _collected(state: OptimizerState) -> list[Any]:

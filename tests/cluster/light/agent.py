@@ -1,6 +1,7 @@
-"""An agent of one rank of a script: what the node program sees of torchrun, without torch, whose import takes seconds.
+"""An agent whose ranks end well: what the node program sees of torchrun, without torch, whose import takes seconds.
 
-For tests that start an attempt ten times over, and mean Slurm.
+For tests that start attempts and mean Slurm, the keeper or the commands. Of two nodes the first is the one that
+torchrun would make the host of the rendezvous, whose port rank 0 gets. Ranks whose peer fails are ended, not restarted.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 last = sys.argv.index("--redirects=3")
 given = dict(option.split("=", 1) for option in sys.argv[1 : last + 1])
-assert given["--nnodes"] == given["--nproc-per-node"] == "1", "a light agent has no one to meet"
+nodes, procs = int(given["--nnodes"]), int(given["--nproc-per-node"])
+assert nodes <= 2, "which of several nodes this is would be unknown"
+node = 0 if nodes == 1 or "is_host=1" in given["--rdzv-conf"] else 1
 command = [sys.executable, *sys.argv[last + 1 :]]
 logs = Path(given["--log-dir"])
-folder = logs / "light" / "attempt_0" / "0"
-folder.mkdir(parents=True)
-rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-rank["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+address, _, port = given["--rdzv-endpoint"].rpartition(":")
+common = {
+    "MASTER_ADDR": address.strip("[]"), "MASTER_PORT": port, "WORLD_SIZE": str(nodes * procs),
+    "LOCAL_WORLD_SIZE": str(procs), "GROUP_RANK": str(node), "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": given["--rdzv-id"],
+}  # fmt: skip
 
 
 def record(**what: object) -> None:
@@ -28,12 +34,28 @@ def record(**what: object) -> None:
         file.write(f"{json.dumps({'folders': {}, 'failed': [], 'left': [], 'ended_by_agent': [], **what})}\n")
 
 
-with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
-    process = subprocess.Popen(command, env={**os.environ, **rank}, stdout=out, stderr=err, start_new_session=True)
-    record(folders={str(folder): 0})
-    status = process.wait()
-if status:
-    record(failed=[{"pid": process.pid, "rank": 0, "local_rank": 0, "exit_code": status}])
-else:
-    record(left=[process.pid])
-sys.exit(1 if status else 0)
+folders = [logs / "light" / "attempt_0" / str(local_rank) for local_rank in range(procs)]
+ranks = []
+for local_rank, folder in enumerate(folders):
+    folder.mkdir(parents=True)
+    own = {"RANK": str(node * procs + local_rank), "LOCAL_RANK": str(local_rank)}
+    own["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+    with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+        environment = os.environ | common | own
+        ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True))
+record(folders={str(folder): node * procs + local_rank for local_rank, folder in enumerate(folders)})
+
+while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+    time.sleep(0.02)
+failed = [
+    {"pid": rank.pid, "rank": node * procs + local_rank, "local_rank": local_rank, "exit_code": rank.returncode}
+    for local_rank, rank in enumerate(ranks)
+    if rank.returncode
+]
+record(failed=failed, left=[rank.pid for rank in ranks if rank.returncode == 0])
+if living := [rank for rank in ranks if rank.poll() is None]:
+    record(ended_by_agent=[rank.pid for rank in living])
+    for rank in living:
+        rank.kill()
+        rank.wait()
+sys.exit(1 if failed else 0)
