@@ -176,6 +176,35 @@ def test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_refused(
         Trainer(second, Grouped(False, kind), run, 1).run()
 
 
+class Ranks:
+    """Counts by name what it has seen, as an allocator of ranks does, beginning when `begins` says so."""
+
+    def __init__(self, begins: bool) -> None:
+        self.seen = {"weight": 0} if begins else {}
+
+    def count(self, *_: Any) -> None:
+        self.seen["weight"] += 1
+
+
+class Counted(Grouped):
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(False, AdamW)
+        self.ranks = [ranks]
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        made = super().optimizer(model, lr)
+        made.register_step_post_hook(self.ranks[0].count)
+        return made
+
+
+def test_what_a_hook_of_the_optimizer_lacks_is_not_taken_for_its_settings(tmp_path: Path) -> None:
+    first, second = (job(train={"steps": steps, "global_batch": 24}) for steps in (3, 6))
+    run = run_of(first, tmp_path)
+    Trainer(first, Counted(Ranks(begins=True)), run).run()
+    with pytest.raises(KeyError, match="weight"):
+        Trainer(second, Counted(Ranks(begins=False)), run, 1).run()
+
+
 class Also:
     """State of a script: the second number is kept, or forgotten."""
 

@@ -20,13 +20,18 @@ def without_tables(changed: Iterable[str], leaves: Mapping[str, Any]) -> list[st
     """The changed names that are neither such a table now nor, beside one, the number of its rows."""
     changed = list(changed)
     tables = {name for name in changed if isinstance(leaf := leaves.get(name), Tensor) and is_table(leaf)}
-    sizes = {(_owner(name), size) for name in tables for size in leaves[name].shape}
+    sizes = {(owner, size) for name in tables for owner in _owners(name) for size in leaves[name].shape}
     rows = {name for name in changed if type(leaves.get(name)) is int and (_owner(name), leaves[name]) in sizes}
     return [name for name in changed if name not in tables | rows]
 
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _owners(name: str) -> set[str]:
+    """What holds a table, and what holds the dict or list that it is in, such as one by device."""
+    return {_owner(name), _owner(_owner(name))}
 
 
 def is_table(tensor: Tensor) -> bool:
