@@ -6,10 +6,11 @@ Used to find random generators to seed, and state that no checkpoint contains.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
@@ -60,6 +61,18 @@ def inner_parts(value: object) -> Iterator[tuple[str, Any]]:
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                     yield name, getattr(value, name)
+
+
+def compiled_numbers(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield numbers, strings and the like that a class of C, C++ or Cython shows as attributes, such as a size."""
+    for kind in type(value).__mro__:
+        for name, shown in list(vars(kind).items()):
+            getter = shown.fget if isinstance(shown, property) else None
+            is_compiled = getter is not None and not isinstance(getter, (FunctionType, functools.partial))
+            if is_compiled or isinstance(shown, (GetSetDescriptorType, MemberDescriptorType)):
+                with contextlib.suppress(Exception):
+                    if not name.startswith("__") and type(part := getattr(value, name)) in PLAIN:
+                        yield name, part
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:

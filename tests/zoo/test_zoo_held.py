@@ -61,6 +61,10 @@ class Frame:
         raise AssertionError("all of its rows")
 
 
+class Index(decimal.Context):
+    """Holds what it has outside Python, as an index of faiss does, and shows a number of it."""
+
+
 class Counted:
     """Can be in a set, as the objects of most classes."""
 
@@ -117,7 +121,7 @@ class Changes(ZooTask):
         )
         self.masked, self.of_objects = np.ma.MaskedArray([1.0, 2.0], mask=[False, False]), np.array([Counted(), None])
         self.text, self.bytes = io.StringIO(), io.BytesIO()
-        self.sampler = WeightedRandomSampler([1.0] * 4, 2)
+        self.sampler, self.index = WeightedRandomSampler([1.0] * 4, 2), Index(prec=5)
         self.replayed, self.prioritized, self.summed, self.streamed = Replay(), Replay(), Replay(), Stream()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -150,6 +154,7 @@ class Changes(ZooTask):
         self.text.write("a")
         self.bytes.write(b"a")
         self.sampler.weights[0] += 1
+        self.index.prec += 1
         self.replayed.items.append(1)
         self.prioritized.priorities[0] = 1.0
         self.summed.sums.count += 1
