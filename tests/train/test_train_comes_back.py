@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ class OfEachRank(Plain):
 
     def state_dict(self) -> dict[str, Any]:
         own = find_world().rank if self.calls >= self.since else 7
-        return {"seen": torch.tensor([own]) if self.as_tensor else own, "calls": self.calls}
+        return {"seen": OrderedDict(mean=torch.tensor([own])) if self.as_tensor else own, "calls": self.calls}
 
     def load_state_dict(self, state: Any) -> None:
         self.calls = state["calls"]
@@ -67,7 +68,12 @@ def refusal_of(task: Task, folder: Path) -> tuple[str, int]:
     ("since", "as_tensor", "step", "words"),
     [
         (2, False, 2, "after step 2 the state differs between the ranks: task.seen (0 on rank 0, 1 on rank 1)"),
-        (6, True, 6, "after step 6 the state differs between the ranks: task.seen (other on rank 1 than on rank 0)"),
+        (
+            6,
+            True,
+            6,
+            "after step 6 the state differs between the ranks: task.seen.mean (other on rank 1 than on rank 0)",
+        ),
     ],
 )
 def test_a_state_of_the_task_that_differs_by_rank_is_refused(

@@ -86,8 +86,11 @@ class Packer:
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: keep tensors, "
                 f"numbers, strings, or lists and dicts of these{plain}"
             )
-        items = [list(item) for item in value.items()] if isinstance(value, dict) else list(value)
-        return {_MARK: _KINDS[kind], "of": self.pack(items, name)}
+        if not isinstance(value, dict):
+            return {_MARK: _KINDS[kind], "of": self.pack(list(value), name)}
+        keys = (key if type(key) in (str, int) else number for number, key in enumerate(value))
+        items = zip((f"{name}.{key}" for key in keys), value.items(), strict=True)
+        return {_MARK: _KINDS[kind], "of": [[self.pack(part, of) for part in item] for of, item in items]}
 
     def _reference(self, tensor: Tensor, name: str) -> dict[str, Any]:
         while name in self.tensors:
