@@ -73,6 +73,9 @@ def compiled_numbers(value: object) -> Iterator[tuple[str, Any]]:
                 with contextlib.suppress(Exception):
                     if not name.startswith("__") and type(part := getattr(value, name)) in PLAIN:
                         yield name, part
+    size = getattr(type(value), "__len__", None)
+    if size is not None and not isinstance(size, FunctionType):
+        yield "__len__", size(value)
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:

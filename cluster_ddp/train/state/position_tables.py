@@ -36,9 +36,11 @@ def _owners(name: str) -> set[str]:
 
 def is_table(tensor: Tensor) -> bool:
     """Whether a tensor depends only on positions."""
-    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or tensor.numel() < _FEWEST:
+    if tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         return False
-    tensor = tensor.detach().cpu()
+    if tensor.numel() < _FEWEST:
+        return False
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return _depends_on_distance(tensor) or any(_follows(tensor.movedim(at, 0)) for at in range(tensor.dim()))
 
 
