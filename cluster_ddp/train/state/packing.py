@@ -61,7 +61,12 @@ class Packer:
         if kind is dict and _MARK not in value and all(type(key) is str for key in value):
             return {key: self.pack(item, f"{name}.{key}") for key, item in value.items()}
         if kind in (Tensor, nn.Parameter):
-            return self._reference(value.detach(), name)
+            if value.is_nested:
+                raise TaskError(
+                    f"{name} is a nested tensor, which a checkpoint cannot contain: keep the list of its parts, "
+                    "list(tensor.unbind())"
+                )
+            return self._reference(value.detach().resolve_conj().resolve_neg(), name)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
             if not value.dtype.isnative or value.dtype.itemsize > _LARGEST[value.dtype.kind]:
                 raise TaskError(
