@@ -10,7 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from types import FunctionType, MemberDescriptorType, MethodType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
@@ -71,6 +71,21 @@ def inner_parts(value: object) -> Iterator[tuple[str, Any]]:
                 if isinstance(part, MemberDescriptorType):
                     with contextlib.suppress(AttributeError):  # not filled yet
                         yield name, part.__get__(value)
+
+
+def compiled_numbers(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield numbers, strings and the like that a class of C, C++ or Cython shows as attributes, such as a size."""
+    for kind in type(value).__mro__:
+        for name, shown in list(vars(kind).items()):
+            getter = shown.fget if isinstance(shown, property) else None
+            is_compiled = getter is not None and not isinstance(getter, (FunctionType, functools.partial))
+            if is_compiled or isinstance(shown, (GetSetDescriptorType, MemberDescriptorType)):
+                with contextlib.suppress(Exception):
+                    if not name.startswith("__") and type(part := getattr(value, name)) in PLAIN:
+                        yield name, part
+    size = getattr(type(value), "__len__", None)
+    if size is not None and not isinstance(size, FunctionType):
+        yield "__len__", size(value)
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:

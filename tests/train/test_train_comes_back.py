@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ class OfEachRank(Plain):
 
     def state_dict(self) -> dict[str, Any]:
         own = find_world().rank if self.calls >= self.since else 7
-        return {"seen": torch.tensor([own]) if self.as_tensor else own, "calls": self.calls}
+        return {"seen": OrderedDict(mean=torch.tensor([own])) if self.as_tensor else own, "calls": self.calls}
 
     def load_state_dict(self, state: Any) -> None:
         self.calls = state["calls"]
@@ -67,7 +68,12 @@ def refusal_of(task: Task, folder: Path) -> tuple[str, int]:
     ("since", "as_tensor", "step", "words"),
     [
         (2, False, 2, "after step 2 the state differs between the ranks: task.seen (0 on rank 0, 1 on rank 1)"),
-        (6, True, 6, "after step 6 the state differs between the ranks: task.seen (other on rank 1 than on rank 0)"),
+        (
+            6,
+            True,
+            6,
+            "after step 6 the state differs between the ranks: task.seen.mean (other on rank 1 than on rank 0)",
+        ),
     ],
 )
 def test_a_state_of_the_task_that_differs_by_rank_is_refused(
@@ -174,6 +180,35 @@ def test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_refused(
     Trainer(first, Grouped(False, kind.func), run).run()
     with pytest.raises(TaskError, match=f"needs {missing} of each parameter, which the checkpoint does not hold"):
         Trainer(second, Grouped(False, kind), run, 1).run()
+
+
+class Ranks:
+    """Counts by name what it has seen, as an allocator of ranks does, beginning when `begins` says so."""
+
+    def __init__(self, begins: bool) -> None:
+        self.seen = {"weight": 0} if begins else {}
+
+    def count(self, *_: Any) -> None:
+        self.seen["weight"] += 1
+
+
+class Counted(Grouped):
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(False, AdamW)
+        self.ranks = [ranks]
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        made = super().optimizer(model, lr)
+        made.register_step_post_hook(self.ranks[0].count)
+        return made
+
+
+def test_what_a_hook_of_the_optimizer_lacks_is_not_taken_for_its_settings(tmp_path: Path) -> None:
+    first, second = (job(train={"steps": steps, "global_batch": 24}) for steps in (3, 6))
+    run = run_of(first, tmp_path)
+    Trainer(first, Counted(Ranks(begins=True)), run).run()
+    with pytest.raises(KeyError, match="weight"):
+        Trainer(second, Counted(Ranks(begins=False)), run, 1).run()
 
 
 class Also:

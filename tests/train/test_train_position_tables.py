@@ -26,6 +26,8 @@ TABLES = {
     "complex": torch.polar(torch.ones_like(ANGLES), ANGLES),
     "positions": torch.arange(8)[None],
     "rows": 8,
+    "loss.labels.cpu": torch.arange(12),
+    "loss.size": 12,
 }
 OTHERS = {
     "noise": torch.randn(8, 8, generator=torch.Generator().manual_seed(1)),

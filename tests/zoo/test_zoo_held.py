@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -59,6 +60,18 @@ class Frame:
 
     def to_numpy(self) -> Any:
         raise AssertionError("all of its rows")
+
+
+class Index(decimal.Context):
+    """Holds what it has outside Python, as an index of faiss does, and shows a number of it."""
+
+
+class Tree(ElementTree.Element):
+    """Shows only how many leaves it has."""
+
+
+class Derived(Tensor):
+    """A tensor of another name, as those of images and masks."""
 
 
 class Counted:
@@ -116,8 +129,12 @@ class Changes(ZooTask):
             np.polynomial.Polynomial([1.0]),
         )
         self.masked, self.of_objects = np.ma.MaskedArray([1.0, 2.0], mask=[False, False]), np.array([Counted(), None])
+        self.nested = torch.nested.nested_tensor([torch.zeros(2)])
+        self.conjugate = torch.zeros(6, dtype=torch.cfloat).conj()
+        self.quantized = torch.quantize_per_tensor(torch.zeros(6), 0.1, 0, torch.qint8)
+        self.derived, self.tree = torch.zeros(2).as_subclass(Derived), Tree("root")
         self.text, self.bytes = io.StringIO(), io.BytesIO()
-        self.sampler = WeightedRandomSampler([1.0] * 4, 2)
+        self.sampler, self.index = WeightedRandomSampler([1.0] * 4, 2), Index(prec=5)
         self.replayed, self.prioritized, self.summed, self.streamed = Replay(), Replay(), Replay(), Stream()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -147,9 +164,15 @@ class Changes(ZooTask):
         self.trend = self.trend + 1
         self.masked[1] = np.ma.masked
         self.of_objects[0].count += 1
+        self.nested = torch.nested.nested_tensor([part + 1 for part in self.nested.unbind()])
+        self.conjugate = (self.conjugate + 1).conj()
+        self.quantized = torch.quantize_per_tensor(self.quantized.dequantize() + 1, 0.1, 0, torch.qint8)
+        self.derived.data.add_(1)
+        self.tree.append(ElementTree.Element("leaf"))
         self.text.write("a")
         self.bytes.write(b"a")
         self.sampler.weights[0] += 1
+        self.index.prec += 1
         self.replayed.items.append(1)
         self.prioritized.priorities[0] = 1.0
         self.summed.sums.count += 1
@@ -157,6 +180,7 @@ class Changes(ZooTask):
         return super().loss(model, batch)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_whatever_a_step_changes_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,3 +222,32 @@ class MarksWeight(ZooTask):
 
 def test_a_number_in_a_parameter_is_told_whatever_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert told(MarksWeight, tmp_path, capfd) == ["model.0.weight.persistent"]
+
+
+class KeepsSpectrum(ZooTask):
+    """Saves what it has last seen, as a conjugated or a nested tensor."""
+
+    seen: Any = torch.zeros(3, dtype=torch.cfloat).conj()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        step = self.seen.real.mean() + 1
+        self.seen = torch.full((3,), complex(step, step)).conj()
+        loss = super().loss(model, batch)
+        return tuple(part * step for part in loss) if isinstance(loss, tuple) else loss * step
+
+    def state_dict(self) -> dict[str, Any]:
+        is_nested = self.case.loss == "(sum, weight)"
+        return {"seen": torch.nested.nested_tensor([self.seen.real]) if is_nested else self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_conjugated_tensor_in_the_state_comes_back(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, KeepsSpectrum)) == "exact"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_in_the_state_is_refused(tmp_path: Path) -> None:
+    verdict = judge(Case(loss="(sum, weight)"), tmp_path, KeepsSpectrum)
+    assert "task.seen is a nested tensor" in (verdict.refused or ""), verdict

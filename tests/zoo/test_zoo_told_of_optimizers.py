@@ -99,6 +99,21 @@ def test_what_training_changes_late_of_groups_and_defaults_is_refused_in_that_st
     assert message in (verdict.refused or "") and verdict.refused_at == 5, verdict
 
 
+class BeginsAnew(ZooTask):
+    """Forgets a late step's momenta of a parameter, as when adapters are merged or a head is replaced."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 5:
+            self.made.state.pop(next(self.trainer.model.parameters()))
+        return super().loss(model, batch)
+
+
+def test_a_state_that_begins_anew_is_saved_as_any_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(train={"ema_decay": None}), tmp_path, BeginsAnew)) == "exact"
+    assert "optimizer." not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD momentum fused", "AdamW"])
 def test_an_answer_on_the_device_is_no_state_of_the_optimizer(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

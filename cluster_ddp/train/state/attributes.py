@@ -308,7 +308,7 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
 def _may_be_alike(value: Any, leaf: Any) -> bool:
     """Whether two leaves are of the same kind and shape, which costs little to find out."""
     if isinstance(value, Tensor):
-        return isinstance(leaf, Tensor) and leaf.shape == value.shape
+        return isinstance(leaf, Tensor) and leaf.is_nested == value.is_nested and leaf.numel() == value.numel()
     return type(leaf) is type(value)
 
 

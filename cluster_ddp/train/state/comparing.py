@@ -27,17 +27,26 @@ class Place:
 
 def equal_bits(was: Tensor, now: Tensor) -> bool:
     """Whether two tensors, on any devices, have the same dtype, shape and bits; NaN equals itself."""
-    if was.is_nested or now.is_nested or (was.dtype, was.shape, was.layout) != (now.dtype, now.shape, now.layout):
-        return was is now
-    if was.is_quantized:  # torch cannot view these as integers: it crashes
-        return torch.equal(was, now)
-    if was.layout is not torch.strided:
-        was, now = was.to_dense(), now.to_dense()
-    parts = [
-        torch.view_as_real(part) if part.is_complex() else part for part in (was.detach().cpu(), now.detach().cpu())
-    ]
-    kind = INTEGERS[parts[0].element_size()]
-    return torch.equal(parts[0].view(kind), parts[1].view(kind))
+    if (was.dtype, was.layout, was.is_nested) != (now.dtype, now.layout, now.is_nested):
+        return False
+    before, after = _plain_parts(was), _plain_parts(now)
+    if [part.shape for part in before] != [part.shape for part in after]:
+        return False
+    pairs = ((INTEGERS[part.element_size()], part, other) for part, other in zip(before, after, strict=True))
+    return all(torch.equal(part.view(kind), other.view(kind)) for kind, part, other in pairs)
+
+
+def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    """What a tensor of any layout consists of, as real and dense tensors on the CPU."""
+    tensor = tensor.detach()
+    if tensor.is_nested:  # which has no shape
+        return [part for each in tensor.unbind() for part in _plain_parts(each)]
+    if tensor.is_quantized:  # which must not be viewed as integers
+        return [tensor.int_repr().cpu(), tensor.dequantize().cpu()]
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
 
 
 def is_same(was: Any, now: Any) -> bool:

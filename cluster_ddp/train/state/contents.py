@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cluster_ddp.checkpoint.replicas import tensor_digests, tensor_hash
 
@@ -37,7 +37,8 @@ def contents(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 def _has_bits(tensor: Tensor) -> bool:
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        # A derived class without a __torch_dispatch__ of its own has its elements as any other tensor has.
+        type(tensor).__torch_dispatch__ == Tensor.__torch_dispatch__
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
         and tensor.numel() > 0

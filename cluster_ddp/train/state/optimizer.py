@@ -240,7 +240,12 @@ class OptimizerState:
     def _hidden(self) -> Attributes:
         """Attributes outside the groups, the hooks and the saved part of `state`, such as an inner optimizer."""
         optimizer, held = self.optimizer, {id(parameter) for _, parameter in self._parameters()}
-        saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
+        # By name, because the task may let a parameter begin anew, with another dict.
+        saved = {
+            id(state): f"the state of {self._names.get(id(key), key)}"
+            for key, state in optimizer.state.items()
+            if id(key) in held or not isinstance(key, Tensor)
+        }
         attributes = {
             name: value
             for name, value in inner_parts(optimizer)
@@ -253,7 +258,7 @@ class OptimizerState:
             if value is not None and packed is None
         }
         groups = optimizer.param_groups
-        known = {each: str(each) for each in (id(optimizer), id(groups), *map(id, groups), *saved, *self._names)}
+        known = {each: str(each) for each in (id(optimizer), id(groups), *map(id, groups), *self._names)} | saved
         found = Attributes(attributes, known, self._names)
         # Separately, because a copy of the optimizer shares the objects in its methods' closures, but not in
         # attributes.

@@ -61,7 +61,12 @@ class Packer:
         if kind is dict and _MARK not in value and all(type(key) is str for key in value):
             return {key: self.pack(item, f"{name}.{key}") for key, item in value.items()}
         if kind in (Tensor, nn.Parameter):
-            return self._reference(value.detach(), name)
+            if value.is_nested:
+                raise TaskError(
+                    f"{name} is a nested tensor, which a checkpoint cannot contain: keep the list of its parts, "
+                    "list(tensor.unbind())"
+                )
+            return self._reference(value.detach().resolve_conj().resolve_neg(), name)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
             if not value.dtype.isnative or value.dtype.itemsize > _LARGEST[value.dtype.kind]:
                 raise TaskError(
@@ -86,8 +91,11 @@ class Packer:
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: keep tensors, "
                 f"numbers, strings, or lists and dicts of these{plain}"
             )
-        items = [list(item) for item in value.items()] if isinstance(value, dict) else list(value)
-        return {_MARK: _KINDS[kind], "of": self.pack(items, name)}
+        if not isinstance(value, dict):
+            return {_MARK: _KINDS[kind], "of": self.pack(list(value), name)}
+        keys = (key if type(key) in (str, int) else number for number, key in enumerate(value))
+        items = zip((f"{name}.{key}" for key in keys), value.items(), strict=True)
+        return {_MARK: _KINDS[kind], "of": [[self.pack(part, of) for part in item] for of, item in items]}
 
     def _reference(self, tensor: Tensor, name: str) -> dict[str, Any]:
         while name in self.tensors:

@@ -20,7 +20,7 @@ def without_tables(changed: Iterable[str], leaves: Mapping[str, Any]) -> list[st
     """The changed names that are neither such a table now nor, beside one, the number of its rows."""
     changed = list(changed)
     tables = {name for name in changed if isinstance(leaf := leaves.get(name), Tensor) and is_table(leaf)}
-    sizes = {(_owner(name), size) for name in tables for size in leaves[name].shape}
+    sizes = {(owner, size) for name in tables for owner in _owners(name) for size in leaves[name].shape}
     rows = {name for name in changed if type(leaves.get(name)) is int and (_owner(name), leaves[name]) in sizes}
     return [name for name in changed if name not in tables | rows]
 
@@ -29,11 +29,18 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _owners(name: str) -> set[str]:
+    """What holds a table, and what holds the dict or list that it is in, such as one by device."""
+    return {_owner(name), _owner(_owner(name))}
+
+
 def is_table(tensor: Tensor) -> bool:
     """Whether a tensor depends only on positions."""
-    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or tensor.numel() < _FEWEST:
+    if tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         return False
-    tensor = tensor.detach().cpu()
+    if tensor.numel() < _FEWEST:
+        return False
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return _depends_on_distance(tensor) or any(_follows(tensor.movedim(at, 0)) for at in range(tensor.dim()))
 
 

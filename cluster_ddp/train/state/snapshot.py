@@ -24,7 +24,15 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.weak import TensorWeakRef
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
+from cluster_ddp.train.inner_parts import (
+    CONTAINERS,
+    can_be_seen,
+    compiled_numbers,
+    elements,
+    has_attributes,
+    inner_parts,
+    length,
+)
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
@@ -224,6 +232,7 @@ class Snapshot:
         elif isinstance(value, SEEN_INTO) or not is_of_library(value):
             but = recomputed(value)
             inner = [(key, part) for key, part in inner_parts(value) if key not in but]
+            inner += compiled_numbers(value)
             self._look_into(inner, name, depth)
             self._skim(name, inner[_WIDTH:], [part for _, part in inner[_WIDTH:]], depth)
 

@@ -98,8 +98,8 @@ class State:
         self._hidden = HiddenBuffers(model)
         of_model = {id(module) for _, module in self._modules}
         self._modes = Modes(also, of_model) if isinstance(also, Task) else None
-        self._first_of_task = copy.deepcopy(self._task_state())
         self.collect()  # raise any refusal before the first step
+        self._first_of_task = copy.deepcopy(self._task_state())
 
     def collect(self) -> Collected:
         """Return all tensors by name, sharing memory with the live ones, and the rest as JSON; raises `TaskError`."""
