@@ -88,7 +88,11 @@ class RepeatedSteps:
 
     def save(self, step: int) -> None:
         """Call when a checkpoint is saved."""
-        if self._circumstances is not None:
+        if self._circumstances is None:
+            return
+        if self._file is None:
+            self._open()  # from here on, what an earlier process of this attempt wrote no longer counts
+        if self._file is not None:
             self._saved = step
 
     def is_due(self, step: int, within: int = _RECORDED) -> bool:
@@ -141,20 +145,15 @@ class RepeatedSteps:
                 self._compare(step, number, self._before.pop(step))
 
     def _record(self, steps: list[int], numbers: list[float]) -> None:
-        if self._file is None:
-            self._open()
         if self._file is not None:
             self._file.write(json.dumps({"steps": steps, "numbers": [repr(number) for number in numbers]}))
 
     def _open(self) -> None:
         assert self._run is not None
         folder = self._run.attempt(self._attempt)
-        try:
+        with contextlib.suppress(OSError):  # storage that fails is no reason to stop
             folder.path.mkdir(exist_ok=True)  # a library's attempt has none
             self._file = LineFile(folder.steps_file)
-        except OSError:
-            self._saved = None  # storage that fails is no reason to stop
-        else:
             self._file.write(json.dumps(self._circumstances))
 
     def _compare(self, step: int, number: float, before: float) -> None:
@@ -180,7 +179,7 @@ class RepeatedSteps:
 
 
 def _read(path: Path, circumstances: dict[str, Any]) -> dict[int, float]:
-    """The numbers of the steps in a file that were written under these circumstances."""
+    """The numbers of the steps that the last process to save wrote to a file, if under these circumstances."""
     try:
         lines = parse_lines(read_tail(path, MAX_LINES))
     except OSError:
@@ -191,6 +190,7 @@ def _read(path: Path, circumstances: dict[str, Any]) -> dict[int, float]:
         steps, numbers = line.get("steps"), line.get("numbers")
         if not isinstance(steps, list) or not isinstance(numbers, list):
             is_alike = line == circumstances
+            found.clear()
         elif is_alike:
             pairs = ((as_whole(step), _as_float(number)) for step, number in zip(steps, numbers, strict=False))
             found |= {step: number for step, number in pairs if step is not None and number is not None}

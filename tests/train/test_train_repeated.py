@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +131,12 @@ def test_a_stop_of_several_ranks(task: str, tmp_path: Path) -> None:
     run_ranks(resumed_on_ranks, 2, new_run(tmp_path, **SECTIONS), task)
 
 
-def own_loop(place: Path, attempt: int, crash: int | None, factor: float) -> None:
+def own_loop(
+    place: Path, attempt: int, crash: int | None, factor: float, stop: int | None = None, *arguments: str
+) -> None:
     """A loop of one's own whose rate is multiplied by `factor` in step 8, as by a file that has changed."""
     begin_attempt(place, attempt)
+    sys.argv[1:] = arguments
     with contextlib.suppress(SystemExit), join_run() as run:
         torch.manual_seed(3)
         model = nn.Linear(4, 2)
@@ -141,6 +147,8 @@ def own_loop(place: Path, attempt: int, crash: int | None, factor: float) -> Non
             optimizer.step()
             if step == crash:
                 raise Crash
+            if step == stop:
+                os.kill(os.getpid(), signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
@@ -150,3 +158,13 @@ def test_the_weights_of_a_loop_of_ones_own(factor: float, tmp_path: Path) -> Non
     run_ranks(own_loop, 1, run.path, 1, None, factor)
     start = "the resume is not exact: the norm of the weights at step 8 was "
     assert [message.startswith(start) for message in told(run)] == [True] * (factor != 1.0)
+
+
+def test_within_an_attempt_only_what_the_last_process_has_written_counts(tmp_path: Path) -> None:
+    """An attempt may have several: torchrun starts the ranks again, here with arguments that change the training."""
+    run = own_run(tmp_path, every=5)
+    run_ranks(own_loop, 1, run.path, 0, 10, 1.0)
+    shutil.rmtree(run.path / "checkpoints" / "step-00000010")
+    run_ranks(own_loop, 1, run.path, 0, None, 1.5, 7, "--faster")
+    run_ranks(own_loop, 1, run.path, 0, None, 1.5)
+    assert told(run) == []
