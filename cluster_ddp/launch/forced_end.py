@@ -154,6 +154,8 @@ class ForcedEnd:
     def _signal(self, rank: Rank, *, urgent: bool) -> bool:
         """Send a rank the first signal that it handles, later or if urgent all of them; False if it handles none.
 
+        One that has been sent a signal has heard it, even if its handler has restored what was there before.
+
         The warning of the time limit is sent as the signal in the job file's ``requeue.signal``, as Slurm itself sends
         it; any other request as SIGTERM.
         """
@@ -166,7 +168,7 @@ class ForcedEnd:
             if (rank.pid, number) not in self._sent:
                 self._sent.add((rank.pid, number))
                 send(rank.pid, number)
-        return bool(handled)
+        return bool(handled) or any((rank.pid, number) in self._sent for number in ways)
 
     def _warn_unheard(self, since: float) -> None:
         starts = self._clock() - since <= _STARTING_SECONDS  # it may still install a handler

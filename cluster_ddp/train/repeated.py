@@ -90,7 +90,11 @@ class RepeatedSteps:
 
     def save(self, step: int) -> None:
         """Call when a checkpoint is saved."""
-        if self._circumstances is not None:
+        if self._circumstances is None:
+            return
+        if self._file is None:
+            self._open()  # from here on, what an earlier process of this attempt wrote no longer counts
+        if self._file is not None:
             self._saved = step
 
     def is_due(self, step: int, within: int = _RECORDED) -> bool:
@@ -156,8 +160,6 @@ class RepeatedSteps:
                 self._compare(key, number, self._before.pop(key))
 
     def _record(self, what: str, numbers: dict[int, float]) -> None:
-        if self._file is None:
-            self._open()
         if self._file is not None:
             line = {"under": self._circumstances, "what": what, "steps": list(numbers)}
             self._file.write(json.dumps({**line, "numbers": [repr(number) for number in numbers.values()]}))
@@ -165,11 +167,10 @@ class RepeatedSteps:
     def _open(self) -> None:
         assert self._run is not None
         folder = self._run.attempt(self._attempt)
-        try:
+        with contextlib.suppress(OSError):  # storage that fails is no reason to stop
             folder.path.mkdir(exist_ok=True)  # a library's attempt has none
             self._file = LineFile(folder.steps_file)
-        except OSError:
-            self._saved = None  # storage that fails is no reason to stop
+            self._file.write(json.dumps({"saves": self._circumstances}))
 
     def _compare(self, key: _Key, number: float, before: float) -> None:
         what, step = key
@@ -196,7 +197,7 @@ class RepeatedSteps:
 
 
 def _read(path: Path, circumstances: str) -> dict[_Key, float]:
-    """The numbers of the steps in a file, without those that were computed under other circumstances."""
+    """The numbers that the last process to save wrote to a file, without those of other circumstances."""
     try:
         lines = parse_lines(read_tail(path, MAX_LINES))
     except OSError:
@@ -204,6 +205,8 @@ def _read(path: Path, circumstances: str) -> dict[_Key, float]:
     found: dict[_Key, float] = {}
     for line in lines:
         what, steps, numbers = str(line.get("what")), line.get("steps"), line.get("numbers")
+        if "saves" in line:  # another process began to save
+            found.clear()
         if line.get("under") == circumstances and isinstance(steps, list) and isinstance(numbers, list):
             pairs = ((as_whole(step), _as_float(number)) for step, number in zip(steps, numbers, strict=False))
             found |= {(what, step): number for step, number in pairs if step is not None and number is not None}

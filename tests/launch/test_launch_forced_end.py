@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,30 +205,85 @@ def test_a_script_that_slurms_signal_ends_before_it_is_seen_was_stopped(tmp_path
     heartbeat.close()
 
 
-def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path: Path) -> None:
-    run, began, warnings = RunDirectory(tmp_path), time.monotonic(), []
-    run.events.mkdir()
-    attempt = run.attempt(0)
-    attempt.path.mkdir(parents=True)
-    now = [began + 60.0]
-    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
-    ranks = LocalRanks(heartbeat, 1)
-    stopping = Stopping(
-        *(attempt, heartbeat, EventWriter(run, "node-0")),
-        **{"node_rank": 0, "warning": signal.SIGUSR1, "share": False, "clock": lambda: now[0]},
-    )
-    ending = ForcedEnd(
-        ranks, stopping, attempt, trains_a_task=False, join_timeout=600.0, warn=warnings.append, clock=lambda: now[0]
-    )
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
+HANDLES_ONCE = """
+import signal, sys, time
+def restore(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("heard", flush=True)
+signal.signal(signal.SIGTERM, restore)
+print("ready", flush=True)
+time.sleep(60)
+time.sleep(60)
+"""
+
+
+class StoppedScript:
+    """A script that knows nothing of this package, for a minute when it is asked to stop."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes], heartbeat: HeartbeatFile) -> None:
+        run, self._began, self.warnings = RunDirectory(folder), time.monotonic() + 60.0, list[str]()
+        run.events.mkdir()
+        attempt = run.attempt(0)
+        attempt.path.mkdir(parents=True)
+        self._now = self._began
+        ranks = LocalRanks(heartbeat, 1)
+        self.stopping = Stopping(
+            *(attempt, heartbeat, EventWriter(run, "node-0")),
+            **{"node_rank": 0, "warning": signal.SIGUSR1, "share": False, "clock": lambda: self._now},
+        )
+        self._ending = ForcedEnd(
+            *(ranks, self.stopping, attempt),
+            **{"trains_a_task": False, "join_timeout": 600.0, "warn": self.warnings.append, "clock": lambda: self._now},
+        )
         wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)
-        stopping.ask("person")
-        for seconds, outcome in ((0.0, None), (29.0, None), (31.0, "stopped")):
-            now[0] = began + 60.0 + seconds
-            assert ending.after_stop() == outcome
-            assert bool(warnings) == (seconds > 0), "one that Slurm's own signal is ending handles none any more"
-        process.kill()
+        self.process = process
+        self.stopping.ask("person")
+
+    def after(self, seconds: float) -> str | None:
+        self._now = self._began + seconds
+        return self._ending.after_stop()
+
+
+@pytest.fixture
+def stop_script(tmp_path: Path) -> Iterator[Callable[..., StoppedScript]]:
+    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
+    with contextlib.ExitStack() as stack:
+
+        def start(*command: str) -> StoppedScript:
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command, env={**os.environ, **variables}, stdout=subprocess.PIPE, start_new_session=True
+                )
+            )
+            stack.callback(process.kill)
+            return StoppedScript(tmp_path, process, heartbeat)
+
+        yield start
     heartbeat.close()
-    (warning,) = warnings
+
+
+def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(
+    stop_script: Callable[..., StoppedScript],
+) -> None:
+    script = stop_script("sleep", "60")
+    for seconds, outcome in ((0.0, None), (29.0, None), (31.0, "stopped")):
+        assert script.after(seconds) == outcome
+        assert bool(script.warnings) == (seconds > 0), "one that Slurm's own signal is ending handles none any more"
+    (warning,) = script.warnings
     assert "handles neither SIGTERM nor SIGUSR1: it is killed 30 s after" in warning
+
+
+def test_a_script_that_restores_a_signal_once_it_has_come_has_heard_it(
+    stop_script: Callable[..., StoppedScript],
+) -> None:
+    """As transformers' Trainer does with `enable_jit_checkpoint`, and what a second Ctrl-C is to end."""
+    script = stop_script(sys.executable, "-c", HANDLES_ONCE)
+    output = script.process.stdout
+    assert output is not None and output.readline() == b"ready\n"
+    assert script.after(0.0) is None
+    assert output.readline() == b"heard\n"
+    assert script.after(29.0) is None
+    script.stopping.end_within(600.0)
+    assert script.after(60.0) is None, "it saves, and has until the deadline"
+    assert script.warnings == []

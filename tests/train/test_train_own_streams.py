@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from own_loops import SAMPLES, Rows, failure, loop, mixed, new_run, told
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -62,6 +64,19 @@ class InThreads(Rows):
             pass
         yield from list(rows)
         done.set()
+
+
+class Together(Rows):
+    """Starts a thread; reads slower on each further rank, of which the stream of a library may wait for all."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        if not self.passes:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        self.passes += 1
+        time.sleep(0.2 * dist.get_rank())
+        yield from super().__iter__()
 
 
 class ReadAhead(IterableDataset[Row]):
@@ -172,6 +187,17 @@ def test_ranks_that_read_the_same_items_are_told(tmp_path: Path) -> None:
     run_ranks(undivided, 2, run.path)
     (message,) = told(run)
     assert "all ranks read the same items from the Rows, so each rank trains on all of them" in message
+
+
+def passes(place: Path) -> int:
+    data = Together()
+    loop(place, 0, make=lambda: DataLoader(data, batch_size=6), batches=2, epochs=1)
+    return data.passes
+
+
+def test_all_ranks_read_equally_often(tmp_path: Path) -> None:
+    first, second = run_ranks(passes, 2, new_run(tmp_path).path)
+    assert first == second > 4
 
 
 def test_a_webloader_is_refused_with_what_to_give() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -151,9 +153,12 @@ def test_a_stop_of_several_ranks(task: str, tmp_path: Path) -> None:
     run_ranks(resumed_on_ranks, 2, new_run(tmp_path, **SECTIONS), task)
 
 
-def own_loop(place: Path, attempt: int, crash: int | None, factor: float) -> None:
+def own_loop(
+    place: Path, attempt: int, crash: int | None, factor: float, stop: int | None = None, *arguments: str
+) -> None:
     """A loop of one's own whose rate is multiplied by `factor` in step 8, as by a file that has changed."""
     begin_attempt(place, attempt)
+    sys.argv[1:] = arguments
     with contextlib.suppress(SystemExit), join_run() as run:
         torch.manual_seed(3)
         model = nn.Linear(4, 2)
@@ -164,6 +169,8 @@ def own_loop(place: Path, attempt: int, crash: int | None, factor: float) -> Non
             optimizer.step()
             if step == crash:
                 raise Crash
+            if step == stop:
+                os.kill(os.getpid(), signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
@@ -231,4 +238,14 @@ def test_each_number_keeps_its_step_and_its_circumstances(tmp_path: Path) -> Non
         steps.note(8, torch.tensor(numbers[1]))
         steps.close()
     assert said == []
-    assert [line["steps"] for line in parse_lines(run.attempt(1).steps_file.read_bytes())] == [[7, 8]]
+    assert [line["steps"] for line in parse_lines(run.attempt(1).steps_file.read_bytes())[1:]] == [[7, 8]]
+
+
+def test_within_an_attempt_only_what_the_last_process_has_written_counts(tmp_path: Path) -> None:
+    """An attempt may have several: torchrun starts the ranks again, here with arguments that change the training."""
+    run = own_run(tmp_path, every=5)
+    run_ranks(own_loop, 1, run.path, 0, 10, 1.0)
+    shutil.rmtree(run.path / "checkpoints" / "step-00000010")
+    run_ranks(own_loop, 1, run.path, 0, None, 1.5, 7, "--faster")
+    run_ranks(own_loop, 1, run.path, 0, None, 1.5)
+    assert told(run) == []

@@ -39,27 +39,32 @@ def drawn_to(generator: Any) -> int:
     return fingerprint(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
 
 
-def settled(read: Callable[[], int]) -> int | None:
+def settled(read: Callable[[], int], agree: Callable[[bool], bool] = bool) -> int | None:
     """Read until two consecutive readings agree, at most three times; None if no two do.
 
     The first may differ: a library that is imported on first use may draw random numbers while being imported. If
     reading starts threads, which may draw in another order each time, it is repeated more often.
+
+    Parameters
+    ----------
+    agree
+        Says whether something holds on all ranks, if all of them have to read equally often.
     """
     threads = threading.active_count()
     last = read()
     for _ in range(2):
         before, last = last, read()
-        if last == before:
-            return last if threading.active_count() <= threads or _stays(read, last) else None
+        if agree(last == before):
+            return last if agree(threading.active_count() <= threads) or _stays(read, last, agree) else None
     return None
 
 
-def _stays(read: Callable[[], int], found: int) -> bool:
+def _stays(read: Callable[[], int], found: int, agree: Callable[[bool], bool]) -> bool:
     end = time.monotonic() + _SECONDS_OF_READING
     for _ in range(_READINGS):
-        if read() != found:
+        if not agree(read() == found):
             return False
-        if time.monotonic() > end:
+        if agree(time.monotonic() > end):
             break
     return True
 

@@ -91,8 +91,9 @@ class StreamBatches:
         """Read the first batches repeatedly until they settle, with the workers if any; returns their fingerprint."""
         collate = self._copy.inner.collate_fn
         self._copy.put(collate_fn=_Watched(collate))
-        first = settled(lambda: fingerprint(self._first()))
-        if self._reads_in_threads and (first is None or self._draws()):
+        # The ranks read equally often: those of MosaicML Streaming wait for each other at the start of each pass.
+        first = settled(lambda: fingerprint(self._first()), _on_all_ranks)
+        if not _on_all_ranks(not self._reads_in_threads) and (first is None or self._draws()):
             raise TrainError(
                 f"the {self._name} reads in its own threads, and draws random numbers there, which cannot be seeded: "
                 "no resume could be exact. Move the random part into the DataLoader's collate_fn, or into the loop; "
@@ -132,6 +133,10 @@ class StreamBatches:
     def _seed_globals(self, base: int, number: int) -> None:
         if self._copy.inner.num_workers == 0:
             seed_host(mix(base ^ number) ^ self._other)
+
+
+def _on_all_ranks(holds: bool) -> bool:
+    return all(all_gather_object(holds))
 
 
 class _Watched:
