@@ -191,7 +191,7 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt started" in str(found.reason)
     assert ("run directory" in str(found.reason)) == (state not in ("DEADLINE", "COMPLETED"))
     assert ("forgotten the requeue" in str(found.reason)) == (state == "COMPLETED")
-    assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
+    assert str(found.reason).endswith(f"cluster-ddp resume {run.path}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
 
 
@@ -401,7 +401,7 @@ def test_of_a_chain_whose_next_job_has_been_cancelled_it_is_said_that_nothing_co
     found = describe(run, {"7": slurm_job("COMPLETED"), "8": slurm_job("CANCELLED")})
     assert found.state is RunState.STOPPED and found.reason is not None
     assert "Slurm job 8 of its chain was to continue it, and is no longer in the queue" in found.reason
-    assert f"cluster-ddp resume {run.id}" in found.reason
+    assert f"cluster-ddp resume {run.path}" in found.reason
     assert describe(run, {"8": slurm_job("PENDING", "Dependency")}).state is RunState.REQUEUED
     assert describe(run, None).reason == "stopped: time-limit"  # Slurm cannot be queried
 
