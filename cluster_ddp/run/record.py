@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
-_JOB_LISTS = ("slurm_job_ids", "jobs_of_original")
+JOB_LISTS = ("slurm_job_ids", "jobs_of_original")
 _COMMENT = "cluster_ddp "  # begins the comment of our jobs; the run's id follows
 
 
@@ -108,7 +108,7 @@ def read_record(run: RunDirectory) -> RunRecord:
         value = json.loads(read_file(run.record_file, MAX_RECORD))
         record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
         _check_kinds(record)
-        noted, of_original = (tuple(map(str, getattr(record, name))) for name in _JOB_LISTS)
+        noted, of_original = (tuple(map(str, getattr(record, name))) for name in JOB_LISTS)
         return dataclasses.replace(record, slurm_job_ids=noted, jobs_of_original=of_original)
     except FileNotFoundError:
         raise RunError(f"{run.record_file} does not exist; without it {run.path} is not a run") from None
@@ -143,7 +143,7 @@ def _check_kinds(record: RunRecord) -> None:
         **{
             name: isinstance(getattr(record, name), (list, tuple))
             and all(is_job_id(str(job_id)) for job_id in getattr(record, name))
-            for name in _JOB_LISTS
+            for name in JOB_LISTS
         },
     }
     wrong = [name for name, is_right in right.items() if not is_right]

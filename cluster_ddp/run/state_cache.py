@@ -23,7 +23,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.jobs import KnownRun, know
 from cluster_ddp.run.reading import parse_object, read_file
-from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.record import JOB_LISTS, RunRecord
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known, summarize_known
 from cluster_ddp.run.storage import Storage, is_mine, replace_file
@@ -183,6 +183,6 @@ def _to_json(status: RunStatus) -> dict[str, Any]:
 
 
 def _status_from(value: dict[str, Any]) -> RunStatus:
-    record = RunRecord(**{**value["record"], "slurm_job_ids": tuple(value["record"]["slurm_job_ids"])})
+    record = RunRecord(**{**value["record"], **{name: tuple(value["record"][name]) for name in JOB_LISTS}})
     told = {"state": RunState(value["state"]), "record": record, "goodput": Goodput(**value["goodput"])}
     return RunStatus(**{**value, **told, "warnings": tuple(value["warnings"])})
