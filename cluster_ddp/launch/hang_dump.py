@@ -15,7 +15,8 @@ from cluster_ddp.launch.processes import catches, send
 from cluster_ddp.launch.ranks import Rank
 from cluster_ddp.run.directory import AttemptDirectory
 
-_STACKS_SECONDS = 2.0
+_STACKS_SECONDS = 10.0  # at most; on a busy node a rank may not run for seconds
+_LOOK_SECONDS = 0.5
 _RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then write
 
 
@@ -26,10 +27,26 @@ def collect(ranks: Iterable[Rank], heartbeat: Path, attempt: AttemptDirectory) -
         send(rank.pid, number)
     stacks = [rank for rank, _ in asked]
     recorders = [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)]
-    time.sleep(_RECORDER_SECONDS if recorders else _STACKS_SECONDS)
+    if recorders:
+        time.sleep(_RECORDER_SECONDS)
+    _await_stacks(heartbeat, {rank.rank for rank in stacks})
     keep_stacks(heartbeat, attempt)
     written = {"stacks": stacks, "flight recorder": recorders}
     return [f"{what} of rank {rank.rank}" for what, of in written.items() for rank in of]
+
+
+def _await_stacks(heartbeat: Path, ranks: set[int]) -> None:
+    """Wait until these ranks have written their stacks, as far as their files are still there."""
+    deadline = time.monotonic() + _STACKS_SECONDS
+    files = [file for rank, file in written_stacks(heartbeat).items() if rank in ranks]
+    before: list[int] = []
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        with contextlib.suppress(OSError):
+            sizes = [file.stat().st_size for file in files]
+            if all(sizes) and sizes == before:
+                return
+            before = sizes
 
 
 def _ask_for_recorder(rank: Rank, heartbeat: Path) -> bool:

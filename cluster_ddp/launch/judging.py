@@ -25,6 +25,25 @@ Follows = Literal["end", "start again", "fail"]
 
 
 @dataclass(frozen=True)
+class KeptStart:
+    """How a start of the job ended.
+
+    Attributes
+    ----------
+    follows
+        end: the job is over, as intended. start again: it is requeued. fail: it is over, and has failed.
+    action
+        What was decided about the run: done, stop, requeue, fail or stall.
+    why
+        The reason, in plain words.
+    """
+
+    follows: Follows
+    action: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What was found about an attempt that has ended.
 

@@ -20,7 +20,6 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +31,7 @@ from cluster_ddp.launch.bad_hosts import hosts_to_avoid
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import leaves_port_open, with_attempt
-from cluster_ddp.launch.judging import DECIDE_SECONDS, Follows, Judge, Verdict, what_follows
+from cluster_ddp.launch.judging import DECIDE_SECONDS, Judge, KeptStart, Verdict, what_follows
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
@@ -52,25 +51,6 @@ from cluster_ddp.slurm.start import this_start
 T = TypeVar("T")
 
 _RECORD_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class KeptStart:
-    """How a start of the job ended.
-
-    Attributes
-    ----------
-    follows
-        end: the job is over, as intended. start again: it is requeued. fail: it is over, and has failed.
-    action
-        What was decided about the run: done, stop, requeue, fail or stall.
-    why
-        The reason, in plain words.
-    """
-
-    follows: Follows
-    action: str
-    why: str
 
 
 class Keeper:

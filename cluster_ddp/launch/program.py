@@ -255,6 +255,8 @@ class NodeProgram:
         )
 
     def _end_hung(self) -> None:
+        if is_stopped(self._agent.pid):  # the ranks wait for it: the store through which they meet lives in it
+            self._record_stopped(f"torchrun on {self._host} hangs: a signal (SIGSTOP) has stopped it")
         slots = {str(slot.rank): slot for slot in self._ranks.slots()}
         for process in marked_processes(self._heartbeat.path):
             slot = slots.get(process.environment.get("RANK", ""))
@@ -262,14 +264,15 @@ class NodeProgram:
                 continue
             # All ranks are silent in a hang; this is the one that the others wait for, itself or for its worker.
             its = "its process" if process.pid == slot.pid else f"its worker {process.pid} ({name_of(process.pid)})"
-            reason = (
-                f"rank {slot.rank} on {self._host} hangs: a signal (SIGSTOP) has stopped {its}, and nobody has "
-                "continued it (SIGCONT)"
-            )
-            say(f"cluster-ddp: {reason}")
-            self._record(events.HANG, step=slot.step, rank=slot.rank, stopped=True, reason=reason)
+            what = f"rank {slot.rank} on {self._host} hangs: a signal (SIGSTOP) has stopped {its}"
+            self._record_stopped(what, step=slot.step, rank=slot.rank)
         self._collect_stacks()
         self._end(HUNG)
+
+    def _record_stopped(self, what: str, **whose: int) -> None:
+        reason = f"{what}, and nobody has continued it (SIGCONT)"
+        say(f"cluster-ddp: {reason}")
+        self._record(events.HANG, stopped=True, reason=reason, **whose)
 
     def _end_lingering(self, outcome: str) -> None:
         who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))

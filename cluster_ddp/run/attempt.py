@@ -79,7 +79,7 @@ def begin_attempt(
                 if last.restart_count > restart_count:  # its storage held this one up, or it was cut off from Slurm
                     raise RunAlive(
                         f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
-                        f"begins in this earlier start. If that attempt is over: cluster-ddp resume {run.id}"
+                        f"begins in this earlier start. If that attempt is over: cluster-ddp resume {run.path}"
                     )
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 try:
@@ -247,11 +247,11 @@ def _refuse_alive(
     job = f", Slurm job {last.slurm_job_id}" if last.slurm_job_id else ""
     if alive:
         raise RunAlive(
-            f"run {run.id} is alive: attempt {last.number} on {where}{job}. Stop it first: cluster-ddp stop {run.id}"
+            f"run {run.id} is alive: attempt {last.number} on {where}{job}. Stop it first: cluster-ddp stop {run.path}"
         )
     raise RunAlive(
         f"run {run.id} may be alive: attempt {last.number} on {where}{job} left no record of its end and cannot be "
-        f"checked from this machine. Make sure that it is gone, then: cluster-ddp resume {run.id}"
+        f"checked from this machine. Make sure that it is gone, then: cluster-ddp resume {run.path}"
     )
 
 

@@ -114,7 +114,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
     if refused := history.of_attempt(number, REQUEUE_FAILED):
         why = refused[-1].get("reason") or "Slurm did not take it"
         return AttemptOutcome(
-            Ending.NOT_REQUEUED, f"requeue failed: {why}. To continue: cluster-ddp resume {history.run.id}"
+            Ending.NOT_REQUEUED, f"requeue failed: {why}. To continue: cluster-ddp resume {history.run.path}"
         )
     failures = failures_of(history, number)
     own_fault = any(not is_surroundings(event) for event in failures)
@@ -163,13 +163,13 @@ def refuse_ended(history: History) -> None:
     outcome = outcome_so_far(history)
     if outcome is None or not outcome.ending.final:
         return
-    ending, run_id = outcome.ending, history.run.id
+    ending, run = outcome.ending, history.run
     if ending is Ending.COMPLETED:
-        message = f"run {run_id} is complete: there is nothing left to train"
+        message = f"run {run.id} is complete: there is nothing left to train"
     else:
         why = f": {outcome.why}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
         message = (
-            f"run {run_id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run_id}"
+            f"run {run.id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run.path}"
         )
     raise RunEnded(message, ending.state)
 

@@ -3,8 +3,9 @@
 #
 # Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
 # to requeue the job, since nothing else can and a different host may do better. If the job is not requeued, the next job
-# of its chain leaves this host. It is bash because Python may not start on this host. The limits on requeues in a row, after starts that failed and after those that Slurm took the nodes from:
+# of its chain leaves this host, or waits a while where there is no other. It is bash because Python may not start on this host. The limits on requeues in a row, after starts that failed and after those that Slurm took the nodes from:
 tries=3 preemptions=100
+pause=10minutes # before the next job of a chain starts on a host where a start has failed
 
 run=$1 again=$2 reason=$3
 
@@ -99,7 +100,7 @@ next_job() {
     [[ $ids == *" $task "* ]] && read -r next _ <<<"${ids#*" $task "}" && echo "$next"
 }
 
-task=$SLURM_JOB_ID queued=false leave='' shown='' ends='' next=''
+task=$SLURM_JOB_ID queued=false leave='' shown='' ends='' next='' wait=''
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its sibling tasks
 by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
@@ -141,7 +142,9 @@ fi
 if ! $queued && [[ ! $ends ]]; then
     next=$(next_job)
     [[ -z $next || -n $shown ]] || shown=$(call scontrol show job -o "$task")
-    [[ -n $next && $shown == *JobState=RUNNING* ]] && has_others && leave=$(with_this_host)
+    if [[ -n $next && $shown == *JobState=RUNNING* ]]; then
+        if has_others; then leave=$(with_this_host); else wait=$pause; fi
+    fi
 fi
 words=${reason//\\/\\\\}
 words=${words//\"/\\\"}
@@ -154,3 +157,5 @@ printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "
 $queued && next=$task
 [[ -n $next && -n $leave ]] && call scontrol update JobId="$next" ExcNodeList="$leave" &&
     echo "job.sbatch: starts failed on $SLURMD_NODENAME: excluded from now on (Slurm job $next)" >&2
+[[ -n $wait ]] && call scontrol update JobId="$next" StartTime="now+$wait" &&
+    echo "job.sbatch: this start failed, and the partition has too few other nodes: Slurm job $next starts in $wait" >&2

@@ -6,6 +6,7 @@ import time
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.keeper_at_work import is_deciding, waits_for_requeue, why_delayed
@@ -106,11 +107,11 @@ def _never_began(
         said = _last_output(history, record, job)
         return state, f"Slurm job {job.job_id} ended as {_end_by_slurm(job)} before an attempt started {said}"
     if record is not None and record.submitting is not None:
-        return not_in_queue(record, answered=answered)
+        return not_in_queue(history.run, record, answered=answered)
     if ids and answered:
         return RunState.LOST, (
             f"Slurm no longer knows job {ids[-1]}, and no attempt has started. To continue: cluster-ddp resume "
-            f"{history.run.id}"
+            f"{history.run.path}"
         )
     if ids:
         return RunState.PENDING, f"Slurm cannot be queried about job {ids[-1]} from here"
@@ -128,7 +129,7 @@ def _ended(
     outcome: AttemptOutcome = outcome_of(history, number)
     cancelled = job is not None and job.state == "CANCELLED"
     if not cancelled and (delayed := why_delayed(history)):  # the keeper was killed while retrying
-        return RunState.FAILED, f"requeue failed: {delayed}. To continue: cluster-ddp resume {history.run.id}"
+        return RunState.FAILED, f"requeue failed: {delayed}. To continue: cluster-ddp resume {history.run.path}"
     requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
@@ -147,7 +148,7 @@ def _ended(
             storage = "Slurm has forgotten the requeue: its controller died before it had saved that. "
         return RunState.LOST, (
             f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
-            f"attempt started. {storage}To continue: cluster-ddp resume {history.run.id}"
+            f"attempt started. {storage}To continue: cluster-ddp resume {history.run.path}"
         )
     decided = requeued or last.ended is not None or not (answered or outcome.stop_reason == TERMINATED)
     if outcome.ending is Ending.STOPPED and not cancelled and last.slurm_job_id and not decided:
@@ -155,7 +156,7 @@ def _ended(
         ended = f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}: " if job is not None else ""
         return RunState.LOST, (
             f"{ended}its keeper was killed before it had the job queued again; training {outcome.why}. To continue: "
-            f"cluster-ddp resume {history.run.id}"
+            f"cluster-ddp resume {history.run.path}"
         )
     # A keeper that is killed within KillWait of a scancel may have recorded only what came before, such as the warning.
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.ending is Ending.STOPPED)
@@ -168,12 +169,12 @@ def _ended(
             original = original_of(history.run, record) or (record.id if record.id != history.run.id else None)
             if original is not None:
                 forgotten = f"this is a copy of {original}, and Slurm knows no job of the copy"
-        return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.id}"
+        return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.path}"
     behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
     if outcome.ending is Ending.STOPPED and answered and not requeued and behind:
         return outcome.ending.state, (
             f"{outcome.why}; Slurm job {behind[0]} of its chain was to continue it, and is no longer in the queue. To "
-            f"continue: cluster-ddp resume {history.run.id}"
+            f"continue: cluster-ddp resume {history.run.path}"
         )
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
@@ -238,7 +239,7 @@ def _last_output(history: History, record: RunRecord | None, job: SlurmJob) -> s
     return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 
 
-def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
+def not_in_queue(run: RunDirectory, record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
     """Return state and reason of a run without a known job: it is being submitted, or its submission was cut off.
 
     Parameters
@@ -252,7 +253,7 @@ def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
         return RunState.PENDING, "cannot check with Slurm from here whether it was submitted"
     return (
         RunState.LOST,
-        f"it was about to be submitted and is not in the queue; cluster-ddp resume {record.id} submits it",
+        f"it was about to be submitted and is not in the queue; cluster-ddp resume {run.path} submits it",
     )
 
 

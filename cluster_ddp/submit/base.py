@@ -126,7 +126,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
             job = f"; Slurm job {job_id} may still wait, and ends when it starts ({error})"
     raise SubmitError(
         f"run {run.id} was cancelled by {since[-1].get('by')} while it was being submitted{job}.\n"
-        f"To continue it: cluster-ddp resume {run.id}"
+        f"To continue it: cluster-ddp resume {run.path}"
     )
 
 

@@ -19,7 +19,7 @@ from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, announce_submission, read_record
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.runs import keep_script
+from cluster_ddp.run.runs import keep_script, name_for_commands
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.run.storage import Storage, replace_file
@@ -126,7 +126,8 @@ def _submission(run: RunDirectory, via: str, spec: JobSpec) -> Submission:
     raise SubmitError(
         f"run {run.id} was started via {one_line(via)}, which this version of cluster_ddp does not support.\n"
         f"Resume it with the version that started it: {run.path}\n"
-        f"To export its weights, if it has saved any: cluster-ddp export {run.id} -o {run.id}.safetensors"
+        f"To export its weights, if it has saved any: cluster-ddp export {name_for_commands(run)} "
+        f"-o {run.id}.safetensors"
     )
 
 
@@ -148,14 +149,15 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
     if status.state is RunState.HELD:
         raise SubmitError(
             f"run {run.id} is HELD: {status.reason}\n"
-            f"To start it in another job instead, remove this one from the queue first: cluster-ddp cancel {run.id}"
+            "To start it in another job instead, remove this one from the queue first: cluster-ddp cancel "
+            f"{name_for_commands(run)}"
         )
     if status.record is not None and status.record.busy:
         who = status.record.submitting or {}
         raise SubmitError(
             f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; another resume is not "
             "possible now.\n"
-            f"Check on it: cluster-ddp status {run.id}"
+            f"Check on it: cluster-ddp status {name_for_commands(run)}"
         )
     if status.state.alive or in_queue:
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
@@ -163,11 +165,11 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
         if not in_queue and (by := _asked_to_stop(history)) is not None:
             raise SubmitError(
                 f"run {run.id} is still ending{job}: {by} has asked it to stop.\n"
-                f"Resume it once it has ended; see: cluster-ddp status {run.id}{_if_gone(history)}"
+                f"Resume it once it has ended; see: cluster-ddp status {name_for_commands(run)}{_if_gone(history)}"
             )
         raise SubmitError(
             f"run {run.id} is {status.state.value}{job} and continues by itself.\n"
-            f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
+            f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {name_for_commands(run)}"
             f"{_if_gone(history)}"
         )
 
@@ -177,7 +179,8 @@ def _if_gone(history: History) -> str:
     last = history.current_attempt
     if last is None or last.slurm_job_id or last.process is None or attempt_is_alive(history, last) is not None:
         return ""
-    return f"\nIf {last.process.host} is down, or nothing of the run is left there: cluster-ddp cancel {history.run.id}"
+    name = name_for_commands(history.run)
+    return f"\nIf {last.process.host} is down, or nothing of the run is left there: cluster-ddp cancel {name}"
 
 
 def _asked_to_stop(history: History) -> str | None:
@@ -230,7 +233,7 @@ def _refuse_overtaken(seen: History, record: RunRecord) -> None:
         by = f" ({claimed['by']})" if overtaken and isinstance(claimed.get("by"), str) else ""
         raise SubmitError(
             f"run {seen.run.id} was just resumed by another command{by}, and this one changed nothing.\n"
-            f"Check on it: cluster-ddp status {seen.run.id}"
+            f"Check on it: cluster-ddp status {name_for_commands(seen.run)}"
         )
 
 

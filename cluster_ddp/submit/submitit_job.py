@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cluster_ddp.job import JobSpec
     from cluster_ddp.launch.allocation import Allocation
-    from cluster_ddp.launch.keeper import KeptStart
+    from cluster_ddp.launch.judging import KeptStart
     from cluster_ddp.slurm.start import SlurmStart
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"

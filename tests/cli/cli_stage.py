@@ -12,6 +12,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.run.sweep import SweepDirectory
 
 JOB = """\
 name: small
@@ -81,3 +82,9 @@ def stopped_run(call: Call) -> RunDirectory:
     EventWriter(submitted, "rank-0").write("stopped", attempt=0, step=7, reason="person")
     end_attempt(attempt)
     return submitted
+
+
+def the_sweep(here: Path) -> SweepDirectory:
+    """The only sweep that there is."""
+    (folder,) = (here / "runs").iterdir()
+    return SweepDirectory(folder)

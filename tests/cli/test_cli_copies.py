@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_stage import Call, Slurm
+from cli_stage import Call, Slurm, the_sweep
 
 from cluster_ddp.job import load_job
 from cluster_ddp.run.attempt import begin_attempt
@@ -100,3 +100,18 @@ def test_what_was_moved_is_the_original(call: Call, slurm: Slurm, run: RunDirect
     said = call("cancel", str(moved.path))
     assert said.status == 0 and "is a copy" not in said.err
     assert cancelled(slurm) == ["101"]
+
+
+@pytest.mark.parametrize("command", ["cancel", "stop", "resume"])
+def test_a_copy_of_a_sweep_never_reaches_its_original(here: Path, slurm: Slurm, call: Call, command: str) -> None:
+    slurm.program("scontrol", 'echo "MaxArraySize            = 1001"')
+    call("sweep", "--no-check", "job.yaml", "--grid", "train.lr=1e-3,1e-4")
+    sweep = the_sweep(here)
+    slurm.queue.write_text(f"101_0|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
+    copied = shutil.copytree(sweep.path, here / "elsewhere" / sweep.id)
+    said = call(command, str(copied))
+    assert said.status == 2 and f"{copied} is a copy of sweep {sweep.path}" in said.err
+    assert not (slurm.folder / "cancelled").exists() and len(slurm.submissions()) == 1
+    copied.rename(here / "aside")
+    sweep.path.rename(here / "runs" / "moved")
+    assert call("cancel", str(here / "runs" / "moved")).status == 0

@@ -130,7 +130,7 @@ def test_what_was_never_given_to_slurm_is_lost_and_resume_submits_it(here: Path,
     killed(slurm, *SUBMIT, behind=False)
     run = RunDirectory(only(here))
     assert state(call, slurm, run.id) == [("LOST", None)]
-    assert f"is not in the queue; cluster-ddp resume {run.id} submits it" in call("status", run.id).out
+    assert f"is not in the queue; cluster-ddp resume {run.path} submits it" in call("status", run.id).out
     assert "To continue it: cluster-ddp resume" in call("stop", run.id).err
     said = call("resume", run.id, "--json")
     assert said.status == 0, said.err

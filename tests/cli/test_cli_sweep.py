@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from cli_stage import Call, Slurm
+from cli_stage import Call, Slurm, the_sweep
 
 from cluster_ddp.job import load_resolved
 from cluster_ddp.run.attempt import begin_attempt
@@ -33,11 +32,6 @@ GRID = ("--grid", "train.lr=1e-3,1e-4", "--grid", "params.width=8,16")
 def slurm(slurm: Slurm) -> Slurm:
     slurm.program("scontrol", 'echo "MaxArraySize            = ${MAX_ARRAY_SIZE:-1001}"')
     return slurm
-
-
-def the_sweep(here: Path) -> SweepDirectory:
-    (folder,) = (here / "runs").iterdir()
-    return SweepDirectory(folder)
 
 
 def arrays(slurm: Slurm) -> list[str]:
@@ -329,20 +323,6 @@ HOSTILE = [
     "\\\\",
     "ü\x7f",
 ]
-
-
-@pytest.mark.parametrize("command", ["cancel", "stop", "resume"])
-def test_a_copy_of_a_sweep_never_reaches_its_original(here: Path, slurm: Slurm, call: Call, command: str) -> None:
-    call("sweep", "job.yaml", *GRID)
-    sweep = the_sweep(here)
-    slurm.queue.write_text(f"101_0|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
-    copied = shutil.copytree(sweep.path, here / "elsewhere" / sweep.id)
-    said = call(command, str(copied))
-    assert said.status == 2 and f"{copied} is a copy of sweep {sweep.path}" in said.err
-    assert not (slurm.folder / "cancelled").exists() and len(slurm.submissions()) == 1
-    copied.rename(here / "aside")
-    sweep.path.rename(here / "runs" / "moved")
-    assert call("cancel", str(here / "runs" / "moved")).status == 0
 
 
 def test_hostile_values_reach_the_element_and_nothing_else(here: Path, slurm: Slurm, call: Call) -> None:

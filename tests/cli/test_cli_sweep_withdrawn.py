@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_stage import Call, Slurm
+from cli_stage import Call, Slurm, the_sweep
 
 from cluster_ddp.run.sweep import SweepDirectory
 from cluster_ddp.slurm.commands import submit_script
@@ -18,11 +18,6 @@ SWEEP = ("sweep", "--no-check", "job.yaml", "--grid", "train.lr=1e-3,1e-4")
 def slurm(slurm: Slurm) -> Slurm:
     slurm.program("scontrol", 'echo "MaxArraySize            = 1001"')
     return slurm
-
-
-def the_sweep(here: Path) -> SweepDirectory:
-    (folder,) = (here / "runs").iterdir()
-    return SweepDirectory(folder)
 
 
 def start(sweep: SweepDirectory, job: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Scene:
         The run; before it is submitted there is none.
     said
         Every reason and warning that `status` has given so far.
+    names
+        What words of the job file, of its options and of commands in nodes stand for.
     """
 
     cluster: SlurmCluster
@@ -48,6 +50,15 @@ class Scene:
     disk: Path
     training: TrainingJob | None = None
     said: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names |= {"FOLDER": str(self.folder), "PYTHON": str(Path(sys.executable).parent)}
+
+    def named(self, words: str) -> str:
+        for name, meant in self.names.items():
+            words = words.replace(name, meant)
+        return words
 
     @property
     def run(self) -> TrainingJob:
@@ -90,10 +101,6 @@ def as_in_chaos(kind: str, node: int = 1) -> Harm:
         FAULTS[kind].strike(ChaosScene(scene.cluster, scene.run, scene.disk), what)
 
     return strike
-
-
-def stop(scene: Scene) -> None:
-    scene.cluster.cli("stop", str(scene.run.run), timeout=180)
 
 
 def suspend(scene: Scene) -> None:
@@ -220,16 +227,9 @@ def in_bad_node(*command: str) -> Harm:
     """A command inside the bad node, in which FOLDER and PYTHON stand for the run's folder and the environment's."""
 
     def act(scene: Scene) -> object:
-        names = {"FOLDER": str(scene.folder), "PYTHON": str(Path(sys.executable).parent)}
-        return scene.cluster.node_exec(BAD, *(named(word, names) for word in command))
+        return scene.cluster.node_exec(BAD, *map(scene.named, command))
 
     return act
-
-
-def named(word: str, names: Mapping[str, str]) -> str:
-    for name, value in names.items():
-        word = word.replace(name, value)
-    return word
 
 
 def full(place: str) -> Harm:

@@ -17,7 +17,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 RESULTS = Path(__file__).with_name("fault_results.json")
 VERSIONS = ("22.05", "24.05", "26.05")
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
-_WAYS = ("sbatch", "submitit")
 _HEAD = "fault", "what follows", "ends as", "attempts", "steps again", *(f"s, {version}" for version in VERSIONS)
 _NOT_RUN, _NONE = "?", "–"
 
@@ -29,8 +28,9 @@ def table(results: Results) -> str:
     """The table: a row for each fault, the figures of sbatch and of submitit beside each other."""
     lines = [_line(_HEAD), _line(("---",) * len(_HEAD)).replace(" ", "")]
     for name, row in ROWS.items():
-        again = _figures([_most_lost(results, f"{name}: {via}") for via in _WAYS])
-        seconds = [_figures([_seconds(results, version, f"{name}: {via}") for via in _WAYS]) for version in VERSIONS]
+        cases = [f"{name}: {via}" for via in row.ways]
+        again = _figures([_most_lost(results, case) for case in cases])
+        seconds = [_figures([_seconds(results, version, case) for case in cases]) for version in VERSIONS]
         lines.append(_line((name, row.follows, row.state, str(row.attempts), again, *seconds)))
     return "".join(lines)
 
@@ -51,8 +51,8 @@ def _line(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _figures(both: list[str]) -> str:
-    return both[0] if both[0] == both[1] and both[0] in (_NOT_RUN, _NONE) else " · ".join(both)
+def _figures(ways: list[str]) -> str:
+    return ways[0] if set(ways) in ({_NOT_RUN}, {_NONE}) else " · ".join(ways)
 
 
 def _most_lost(results: Results, case: str) -> str:

@@ -5,16 +5,21 @@ docs/faults.md is this table with what was measured; `fault_page` makes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from chaos_faults import NODE_PROGRAM
+from fault_commands import (
+    ODD_SETUP,
+    first_node_is,
+    lose_image,
+    next_of_chain,
+    resume_at_once,
+    slow_down_scontrol,
+    stop,
+    stop_and_resume,
+    submit_one_that_fails,
+)
 from fault_harms import (
-    BAD,
     EVERY_STEPS,
     STRUCK_AT,
-    Harm,
     as_in_chaos,
     crash,
     cut_from_controller,
@@ -32,79 +37,17 @@ from fault_harms import (
     requeue_and_hold,
     shorten_time_limit,
     stand_still,
-    stop,
     suspend,
     take_port,
     warn,
     without_controller,
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A fault.
-
-    Attributes
-    ----------
-    follows
-        What happens then, for docs/faults.md.
-    strike, at
-        Does the harm to a run that has come to a step, a little after a checkpoint; 0: at once.
-    before, undo
-        Does harm before the run is submitted, and takes it away.
-    state, attempts
-        How the run ends.
-    lost
-        The most steps that may be trained again.
-    words
-        What `status` says at some moment, each of them.
-    job
-        Sections of the job file; ``FOLDER`` in text stands for the run's folder.
-    task
-        A file and class besides the paced digits, with parameters of its own.
-    short
-        The ways that are part of the default run.
-    """
-
-    follows: str
-    strike: Harm | None = None
-    at: int = STRUCK_AT
-    before: Harm | None = None
-    undo: Harm | None = None
-    state: str = "COMPLETED"
-    attempts: int = 2
-    lost: int = 0
-    words: tuple[str, ...] = ()
-    job: Mapping[str, Any] = field(default_factory=dict)
-    task: tuple[str, Mapping[str, Any]] | None = None
-    short: tuple[str, ...] = ()
-
-
-# -- strikes -----------------------------------------------------------------------------------------------------------
-
-
-def _paced(seconds: float) -> tuple[str, Mapping[str, Any]]:
-    """The paced digits with so many seconds for each step."""
-    return "paced_digits.py:PacedDigits", {"seconds": seconds, "brake": "FOLDER/brake"}
-
+from fault_row import Row, bad, paced
 
 _FAULTY = "faulty_digits.py:FaultyDigits"
 _MARKER = {"marker": "FOLDER/struck"}
 _CANCEL = {"slurm": {"partition": "cancel"}}
-
-
-def bad(before: Harm, undo: Harm, words: str, **more: Any) -> Row:
-    """A node that cannot take part: the run goes on without it."""
-    return Row(
-        "the node is named, with its last output; requeued, after the second time without it if the partition has "
-        "enough others",
-        before=before,
-        undo=undo,
-        attempts=3,
-        words=(f"node {BAD} failed", words),
-        **more,
-    )
-
+_NO_REQUEUE = {"requeue": {"max_requeues": 0}}
 
 ROWS: dict[str, Row] = {
     # -- Slurm ends the job, or a person does
@@ -118,14 +61,14 @@ ROWS: dict[str, Row] = {
         lost=2 * EVERY_STEPS,  # KillWait is 5 s here
         words=("time-limit",),
         job={"requeue": {"warning": "1s"}},
-        task=_paced(seconds=2.5),  # Slurm looks at time limits every half a minute
+        task=paced(seconds=2.5),  # Slurm looks at time limits every half a minute
     ),
     "time limit made shorter (`scontrol update TimeLimit=`)": Row(
         "Slurm's warning goes by the new one: saved, requeued",
         shorten_time_limit,
         words=("stopped: time-limit",),
         job={"requeue": {"warning": "20s"}},
-        task=_paced(seconds=2.5),  # Slurm looks at time limits every half a minute
+        task=paced(seconds=2.5),  # Slurm looks at time limits every half a minute
     ),
     "preemption with grace": Row(
         "saved within the grace of the partition or the QOS, requeued", preempt, words=("stopped: preemption",)
@@ -174,6 +117,52 @@ ROWS: dict[str, Row] = {
         requeue_and_hold,
         lost=EVERY_STEPS + 5,
         words=("scontrol release",),
+    ),
+    "`scontrol` takes 40 s for each answer": Row(
+        "saved and requeued before anything is asked that only the wording needs",
+        warn,
+        before=slow_down_scontrol,
+        words=("stopped: time-limit",),
+        job={"launch": {"setup": ["export PATH=FOLDER/bin:$PATH"]}},
+    ),
+    # -- several jobs of one run
+    "a run that was stopped is resumed on another partition": Row(
+        "it continues there",
+        stop_and_resume("--set", "slurm.partition=urgent"),
+        words=("stopped by",),
+        short=("sbatch",),
+    ),
+    "four `resume` at once": Row(
+        "one submits a job, and the others say that they do not", resume_at_once, words=("stopped by",)
+    ),
+    "time limit near in a chain (`--chain 2`) that may not be requeued": Row(
+        "saved; the next job of the chain continues",
+        next_of_chain(warn),
+        job=_NO_REQUEUE,
+        options=("--chain", "2"),
+        ways=("sbatch",),
+    ),
+    "power cut of a node in a chain that may not be requeued": Row(
+        "the next job of the chain continues",
+        next_of_chain(crash(1)),
+        lost=2 * EVERY_STEPS,
+        job=_NO_REQUEUE,
+        options=("--chain", "2"),
+        ways=("sbatch",),
+    ),
+    "`cluster-ddp stop` of a chain": Row(
+        "saved, and its other jobs leave the queue: STOPPED until `resume`",
+        stop_and_resume(),
+        words=("stopped by",),
+        job=_NO_REQUEUE,
+        options=("--chain", "3"),
+        ways=("sbatch",),
+    ),
+    "the run that this one comes after (`--after`) fails": Row(
+        "it starts all the same",
+        before=submit_one_that_fails,
+        attempts=1,
+        options=("--after", "FIRST", "--via", "sbatch"),
     ),
     # -- processes
     "rank killed (as for memory)": Row(
@@ -284,7 +273,7 @@ ROWS: dict[str, Row] = {
         lost=30,  # what the old attempt trains beyond the newer one's beginning does not count
         words=("cut from the controller",),
         job={"slurm": {"nodes": 1}, "launch": {"procs_per_node": 2}},
-        task=_paced(seconds=1.5),  # it has not come to its end before it is started elsewhere
+        task=paced(seconds=1.5),  # it has not come to its end before it is started elsewhere
     ),
     # -- a node that cannot take part
     "runs folder missing on a node": bad(
@@ -320,6 +309,19 @@ ROWS: dict[str, Row] = {
         attempts=1,
         job={"launch": {"setup": ["mkdir -p FOLDER/home/me; export HOME=FOLDER/home/me"]}},
     ),
+    "a node that cannot reach the first one": bad(
+        first_node_is("192.0.2.77 node1"),
+        in_bad_node("umount", "/etc/hosts"),
+        "15 s",
+        job={"launch": {"join_timeout": 15}},
+        short=("sbatch",),
+    ),
+    "a node where the first one's name does not resolve": bad(
+        first_node_is(""),
+        in_bad_node("umount", "/etc/hosts"),
+        "the address of the first node, node1, did not resolve on node2 within",
+        job={"launch": {"join_timeout": 20}},
+    ),
     "a node that joins late": Row(
         "the others wait, up to `launch.join_timeout`", stand_still(NODE_PROGRAM, 15), at=0, attempts=1
     ),
@@ -337,6 +339,25 @@ ROWS: dict[str, Row] = {
         attempts=1,
     ),
     # -- before an attempt begins
+    "setup lines with here documents, continued lines, `set -e`, and names of their own": Row(
+        "they run as in any script",
+        preempt,
+        job={"launch": {"setup": [*ODD_SETUP]}},
+    ),
+    "container image missing": Row(
+        "the container's message is shown",
+        before=lose_image,
+        state="STALLED",
+        attempts=3,
+        words=("could not open image",),
+        job={
+            "launch": {
+                "setup": ["export PATH=FOLDER/bin:$PATH"],
+                "container": {"image": "FOLDER/my.sif", "runtime": "apptainer"},
+            }
+        },
+        ways=("sbatch",),
+    ),
     "a setup line that fails": Row(
         "FAILED with the line, its status and the name of the Slurm output file",
         state="FAILED",
@@ -347,7 +368,7 @@ ROWS: dict[str, Row] = {
     "a setup line that fails at a restart, once": Row(
         "retried, at most three times",
         preempt,
-        job={"launch": {"setup": ["((${SLURM_RESTART_COUNT:-0} != 1))"]}},
+        job={"launch": {"setup": ["set -e", "((${SLURM_RESTART_COUNT:-0} != 1))"]}},
     ),
     "a setup line that fails at each restart": Row(
         "tried three times, then FAILED with the line",

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 from fault_harms import Scene
-from fault_rows import ROWS, Row
+from fault_row import Row
+from fault_rows import ROWS
 from login_node import OVER
 from same_training import repeated_steps
 from training_job import TrainingJob, write_job
@@ -55,16 +56,17 @@ def submit(scene: Scene, row: Row) -> TrainingJob:
         "launch": {"procs_per_node": 1},
         "log": {"every_steps": 1},
     }
-    changes = _in_folder(dict(row.job), scene.folder)
+    changes = _meant(dict(row.job), scene)
     merged = {name: {**sections.get(name, {}), **changes.get(name, {})} for name in {*sections, *changes}}
     path = write_job(scene.folder, braked=row.strike is not None, **merged)
     if row.task is not None:
         job = yaml.safe_load(path.read_text())
         file, params = row.task
         job["task"] = str(Path(__file__).with_name(file))
-        job["params"] = {"width": 8, **_in_folder(dict(params), scene.folder)}
+        job["params"] = {"width": 8, **_meant(dict(params), scene)}
         path.write_text(yaml.safe_dump(job))
-    done = scene.cluster.cli("submit", str(path), "--json", "--no-check", "--via", scene.via, cwd=scene.folder)
+    options = ("--via", scene.via, *map(scene.named, row.options))
+    done = scene.cluster.cli("submit", str(path), "--json", "--no-check", *options, cwd=scene.folder)
     answer = json.loads(done.stdout.splitlines()[-1])
     return TrainingJob(scene.cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), scene.folder / "brake")
 
@@ -123,12 +125,12 @@ def write_result(result: Result, folder: Path) -> None:
     (folder / f"{result.slurm}-{number:02}-{result.via}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
 
 
-def _in_folder(value: Any, folder: Path) -> Any:
+def _meant(value: Any, scene: Scene) -> Any:
     if isinstance(value, dict):
-        return {name: _in_folder(inner, folder) for name, inner in value.items()}
+        return {name: _meant(inner, scene) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_in_folder(inner, folder) for inner in value]
-    return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+        return [_meant(inner, scene) for inner in value]
+    return scene.named(value) if isinstance(value, str) else value
 
 
 @contextlib.contextmanager

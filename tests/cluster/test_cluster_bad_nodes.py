@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,20 +34,6 @@ def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: CalmRun, t
     second = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 1}
     assert started not in second
     cluster.boot_node(started)
-
-
-@pytest.mark.chaos
-def test_lost_node_leaves_a_chain_to_its_next_job(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
-    """Slurm may not queue such jobs again, and ends them as it ends one that its owner has cancelled."""
-    first = submit(cluster, tmp_path, "--chain", "2", braked=True, requeue={"max_requeues": 0})
-    first.wait_for_step(12, timeout=PATIENCE)
-    (lost,) = {e["host"] for e in first.events() if e["event"] == "node-started" and e["node"] == 1}
-    cluster.crash_node(lost)
-    cluster.wait_for_state(first.job, "NODE_FAIL", timeout=PATIENCE)
-    second = replace(first, job=first.job + 1)
-    finish(second, calm, attempts=2)
-    assert lost_nodes(second) == [(0, lost)]
-    cluster.boot_node(lost)
 
 
 def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
@@ -110,24 +95,6 @@ def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm
         for node in cluster.nodes:
             cluster.node_exec(node, "umount", "/etc/hosts", check=False)
             cluster.node_exec(node, "ip", "route", "del", "default", check=False)
-
-
-def test_a_host_that_cannot_reach_the_first_node_is_excluded(
-    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
-) -> None:
-    """The first node waits in vain, and knows who has started but did not come."""
-    known = cluster.node_exec("node2", "cat", "/etc/hosts").splitlines()
-    nowhere = ["192.0.2.77 node1" if "node1" in line.split() else line for line in known]
-    (hosts := tmp_path / "hosts").write_text("\n".join([*nowhere, ""]))
-    cluster.node_exec("node2", "mount", "--bind", str(hosts), "/etc/hosts")
-    try:
-        training = submit(cluster, tmp_path, launch={"procs_per_node": 1, "join_timeout": 15})
-        finish(training, calm, attempts=3)
-    finally:
-        cluster.node_exec("node2", "umount", "/etc/hosts")
-    assert cluster.job_info(training.job)["ExcNodeList"] == "node2"
-    failed = [event for event in training.events() if event["event"] == "node-failed"]
-    assert {event["host"] for event in failed if event["suspect"]} == {"node2"}
 
 
 @pytest.mark.chaos

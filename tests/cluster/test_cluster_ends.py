@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from same_training import checkpoints, repeated_steps
+from same_training import checkpoints
 from slurm_cluster import SlurmCluster
 from small_job import ONE_RANK, PATIENCE, CalmRun, both_ways, both_ways_at_length, end, finish, restarts, submit
 from training_job import TrainingJob
@@ -18,27 +18,6 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import PERSON, request_stop
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@both_ways_at_length
-@pytest.mark.usefixtures("light")
-def test_stop_is_final_until_a_person_resumes(
-    cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path, via: str
-) -> None:
-    training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
-    training.wait_for_step(12, timeout=PATIENCE)
-    cluster.cli("stop", str(training.run), timeout=PATIENCE)
-    status = end(training, "COMPLETED")
-    assert status["state"] == "STOPPED", training.story()
-    assert status["last_checkpoint"] == status["step"] >= 12
-    assert restarts(training) == 0
-    elsewhere = ("--set", "slurm.partition=urgent")
-    answer = json.loads(cluster.cli("resume", str(training.run), "--json", *elsewhere).stdout.splitlines()[-1])
-    assert answer["run_id"] == training.run.name
-    again = replace(training, job=int(answer["slurm_job_id"]))
-    assert cluster.job_info(again.job)["Partition"] == "urgent"
-    finish(again, calm_alone, attempts=2)
-    assert repeated_steps(training.run) == []
 
 
 @both_ways_at_length
@@ -147,18 +126,6 @@ def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path
     status = end(training, "FAILED")
     assert (status["state"], status["attempts"], restarts(training)) == ("FAILED", 1, 0), training.story()
     assert "a_package_that_nobody_has" in status["reason"]
-
-
-@pytest.mark.chaos
-@both_ways
-def test_what_is_to_come_after_a_run_that_failed_comes(
-    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str
-) -> None:
-    (tmp_path / "first").mkdir()
-    first = submit(cluster, tmp_path / "first", "--via", via, fault={"fault": "import"})
-    second = submit(cluster, tmp_path, "--via", "sbatch", "--after", str(first.run))  # submitit has no --after
-    finish(second, calm, attempts=1)
-    assert first.status()["state"] == "FAILED"
 
 
 @pytest.mark.chaos

@@ -42,7 +42,7 @@ def cases() -> list[object]:
     return [
         pytest.param(name, via, marks=[] if via in row.short else [pytest.mark.chaos])
         for name, row in ROWS.items()
-        for via in ("sbatch", "submitit")
+        for via in row.ways
     ]
 
 

@@ -23,8 +23,10 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
 
 heartbeat = HeartbeatFile.open(os.environ["CLUSTER_DDP_HEARTBEAT"])
 slot = heartbeat.slots[local_rank]
-slot.claim(rank=rank)
 faulthandler.register(STACKS_SIGNALS[0], file=stacks_beside(heartbeat.path, rank).open("a"), all_threads=True)
+slot.claim(rank=rank)
+while mode.startswith("hang") and not all(other.pid for other in heartbeat.slots):
+    time.sleep(0.05)  # as ranks of DDP, which meet before they train
 if mode == "helper":  # such as a DataLoader worker that left the rank's session
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simulated_job import Life, World, live
+from simulated_job import live
+from simulated_world import Life, World
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError

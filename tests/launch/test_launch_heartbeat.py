@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import timeit
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch import hang_dump
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
+from cluster_ddp.launch.ranks import Rank
+from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.phase import Phase
 
 RANK = """
@@ -111,3 +116,19 @@ def test_reading_the_stop_level_costs_less_than_a_microsecond(heartbeat: Heartbe
     print(f"stop_level {read * 1e9:.0f} ns, beat {beat * 1e9:.0f} ns")
     assert read < 1e-6
     assert beat < 1e-6
+
+
+def test_the_stacks_of_a_rank_that_its_busy_node_has_not_run_for_seconds_are_kept(
+    heartbeat: HeartbeatFile, tmp_path: Path
+) -> None:
+    file = stacks_beside(heartbeat.path, 0)
+    file.touch()
+    late = threading.Timer(3, file.write_text, ["File ..."])
+    before = signal.signal(STACKS_SIGNALS[0], lambda *_: late.start())
+    try:
+        rank = Rank(os.getpid(), rank=0, local_rank=0, stdout=None, stderr=None, error_file=None)
+        assert hang_dump.collect([rank], heartbeat.path, AttemptDirectory(tmp_path)) == ["stacks of rank 0"]
+    finally:
+        signal.signal(STACKS_SIGNALS[0], before)
+        late.join()
+    assert (tmp_path / "stacks-rank0.txt").read_text() == "File ..."

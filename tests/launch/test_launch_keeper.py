@@ -182,7 +182,7 @@ def test_what_judging_needs_is_loaded_while_the_step_runs(tmp_path: Path) -> Non
 _ONE_LIFE = """
 import sys
 from pathlib import Path
-import simulated_job
+import simulated_job, simulated_world
 from cluster_ddp.run.directory import RunDirectory
 
 class Host(simulated_job.SimulatedHost):
@@ -195,8 +195,8 @@ class Host(simulated_job.SimulatedHost):
         super()._happen(word)
 
 simulated_job.SimulatedHost = Host
-life = simulated_job.Life(((10.0, "preemption"),))
-simulated_job.live(simulated_job.World(RunDirectory(Path(sys.argv[1])), 0, life))
+life = simulated_world.Life(((10.0, "preemption"),))
+simulated_job.live(simulated_world.World(RunDirectory(Path(sys.argv[1])), 0, life))
 """
 
 

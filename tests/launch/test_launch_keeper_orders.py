@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from simulated_job import KILL_WAIT, KILLS, Life, World, live
+from simulated_job import live
+from simulated_world import KILL_WAIT, KILLS, Life, World
 from story import SPEC, play
 
 from cluster_ddp.launch.queueing import RequeueFailed

@@ -136,6 +136,15 @@ def test_of_a_hang_the_rank_is_named_whose_process_was_stopped(start_node: Start
     assert why.startswith("rank 0 on ") and "a signal (SIGSTOP) has stopped its process" in why
 
 
+def test_of_a_hang_torchrun_is_named_if_it_was_stopped(start_node: Start) -> None:
+    node = start_node("heartbeat_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3})
+    node.wait_for("begins")
+    os.kill(node.agent(), signal.SIGSTOP)
+    assert node.finish()[0] == 1
+    why = outcome_of(read_history(node.attempt.run), 0).why
+    assert why.startswith("torchrun on ") and "a signal (SIGSTOP) has stopped it" in why
+
+
 def test_of_a_hang_the_worker_is_named_that_was_stopped(start_node: Start) -> None:
     node = start_node("heartbeat_rank.py", FOREVER, "worker1", launch={"hang_timeout": 3})
     assert node.finish()[0] == 1

@@ -9,7 +9,9 @@ from typing import Any
 
 from cluster_ddp.job import JobSpec, dump_resolved
 from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.status import describe
 from cluster_ddp.slurm.states import SlurmJob
 
 
@@ -52,3 +54,14 @@ def fake_slurm(tmp_path: Path, name: str, body: str) -> Path:
     path.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{body}\n')
     path.chmod(0o755)
     return calls
+
+
+def conclude(attempt: AttemptDirectory) -> Decision:
+    """Judge an attempt and record the decision, as the keeper does."""
+    decision = decide(attempt.run, attempt)
+    record_decision(attempt, decision, writer="batch")
+    return decision
+
+
+def state_of(run: RunDirectory, slurm: dict[str, SlurmJob] | None = None) -> str:
+    return describe(run, slurm).state.value

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from run_builders import begin_dead, limited
+from run_builders import begin_dead, conclude, limited
 
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import read_attempt
@@ -21,13 +21,6 @@ from cluster_ddp.run.stopfile import request_stop
 Say = Callable[..., None]
 OUT_OF_MEMORY = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory, tried 2 GiB"
 PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"
-
-
-def conclude(attempt: AttemptDirectory) -> Decision:
-    """Judge an attempt and record the decision, as the keeper does."""
-    decision = decide(attempt.run, attempt)
-    record_decision(attempt, decision, writer="batch")
-    return decision
 
 
 @pytest.fixture
@@ -332,39 +325,6 @@ def test_what_an_older_attempt_says_of_the_runs_end_does_not_count(run: RunDirec
     assert decide(run, newer).action == "requeue"
     say("completed", 1, at=11, step=300)
     assert decide(run, newer).action == "done"
-
-
-def test_a_script_that_reports_no_checkpoints_is_not_taken_for_stalled(run: RunDirectory, say: Say) -> None:
-    for number in range(5):
-        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
-        say("node-started", number, at=number, node=0, host="n1", script=True)
-        request_stop(attempt, reason="time-limit", by="job.sbatch")
-        assert conclude(attempt).action == "requeue"
-
-
-def test_a_script_that_reports_nothing_has_got_on_whenever_it_was_asked_to_end(run: RunDirectory, say: Say) -> None:
-    actions = []
-    for number, stopped in enumerate([True, True, False, False, True, False, False, False]):
-        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
-        say("node-started", number, at=10 * number, node=0, host="n1", script=True)
-        if stopped:
-            say("stopped", number, at=10 * number + 1, step=None, reason="preemption")
-        else:
-            say("rank-failed", number, at=10 * number + 1, rank=0, host="n1", error="RuntimeError: NCCL error")
-        actions.append(conclude(attempt).action)
-    assert actions == ["requeue"] * 7 + ["stall"]
-
-
-@pytest.mark.parametrize(("seconds", "action"), [(599, "fail"), (3600, "requeue")])
-def test_a_script_that_reports_nothing_fails_at_its_start_only_when_it_starts(
-    run: RunDirectory, attempt: AttemptDirectory, say: Say, seconds: float, action: str
-) -> None:
-    say("node-started", 0, at=0, node=0, host="n1", script=True)
-    say("rank-failed", 0, at=seconds, rank=1, host="n1", error="ValueError: no such label")
-    decision = decide(run, attempt)
-    assert decision.action == action
-    assert "ValueError: no such label" in decision.why
-    assert ("failed in its first 10 minutes" in decision.why) == (action == "fail")
 
 
 def test_a_run_of_which_no_node_ever_says_that_it_started_stalls(run: RunDirectory) -> None:

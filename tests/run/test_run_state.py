@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from run_builders import begin, begin_dead, hide, job, slurm_job
+from run_builders import begin, begin_dead, hide, job, slurm_job, state_of
 
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
@@ -19,13 +18,8 @@ from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import request_stop
-from cluster_ddp.slurm.states import SlurmJob
 
 Say = Callable[..., None]
-
-
-def state_of(run: RunDirectory, slurm: dict[str, SlurmJob] | None = None) -> str:
-    return describe(run, slurm).state.value
 
 
 @pytest.mark.parametrize(
@@ -191,7 +185,7 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt started" in str(found.reason)
     assert ("run directory" in str(found.reason)) == (state not in ("DEADLINE", "COMPLETED"))
     assert ("forgotten the requeue" in str(found.reason)) == (state == "COMPLETED")
-    assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
+    assert str(found.reason).endswith(f"cluster-ddp resume {run.path}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
 
 
@@ -298,49 +292,6 @@ def test_a_copy_of_a_living_run_does_not_say_that_slurm_has_forgotten_the_job(ru
     assert found.state is RunState.LOST and f"this is a copy of {run.path}" in str(found.reason)
 
 
-def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) -> None:
-    assert state_of(run) == "PENDING"
-    attempt = begin(run)
-    assert state_of(run) == "RUNNING"
-    request_stop(attempt, reason="person", by="me")
-    assert describe(run, {}).reason == "stopping: person"
-    say("stopped", 0, step=5, reason="person")
-    assert state_of(run) == "RUNNING"  # it is still tearing down: a resume now would be refused
-    end_attempt(attempt)
-    assert state_of(run) == "STOPPED"
-
-
-def test_a_local_run_whose_process_is_gone_without_a_word_is_lost(run: RunDirectory, say: Say) -> None:
-    begin_dead(run)
-    say("started", 0, at=0, step=0)
-    assert state_of(run, {}) == "LOST"
-
-
-def test_a_local_run_that_could_not_begin_does_not_wait_for_ever(
-    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    assert state_of(run) == "PENDING"  # made a moment ago
-    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 100)
-    assert state_of(run) == "LOST"
-    end_attempt(begin_dead(run))
-    say("stopped", 0, step=5, reason="person")
-    request_resume(run, by="me")
-    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 10)
-    assert state_of(run) == "PENDING"
-    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 200)
-    assert state_of(run) == "STOPPED"  # as before: whoever resumed it was refused a folder, or killed
-
-
-def test_a_local_run_on_another_machine_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
-    begin(run)
-    hide(run, 0)
-    found = describe(run, {})
-    assert found.state is RunState.RUNNING and "n7, which cannot be checked from here" in str(found.reason)
-    say("stopped", 0, step=5, reason="person")
-    assert state_of(run) == "STOPPED"
-
-
 def test_without_slurm_a_running_job_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
     add_slurm_job(run, "7")
     assert state_of(run, None) == "PENDING"
@@ -401,7 +352,7 @@ def test_of_a_chain_whose_next_job_has_been_cancelled_it_is_said_that_nothing_co
     found = describe(run, {"7": slurm_job("COMPLETED"), "8": slurm_job("CANCELLED")})
     assert found.state is RunState.STOPPED and found.reason is not None
     assert "Slurm job 8 of its chain was to continue it, and is no longer in the queue" in found.reason
-    assert f"cluster-ddp resume {run.id}" in found.reason
+    assert f"cluster-ddp resume {run.path}" in found.reason
     assert describe(run, {"8": slurm_job("PENDING", "Dependency")}).state is RunState.REQUEUED
     assert describe(run, None).reason == "stopped: time-limit"  # Slurm cannot be queried
 

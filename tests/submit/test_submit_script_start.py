@@ -139,10 +139,13 @@ def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
     assert stage.requeues() == ["77", "77"]
 
 
-@pytest.mark.parametrize(("nodes", "excluded"), [("a node-b node-c", ["x,node-b"]), ("node-b node-c", [])])
+@pytest.mark.parametrize(
+    ("nodes", "update"),
+    [("a node-b node-c", "ExcNodeList=x,node-b"), ("node-b node-c", "StartTime=now+10minutes")],
+)
 @pytest.mark.parametrize("failing", ["python", "setup"])
-def test_the_next_job_of_a_chain_leaves_a_host_where_a_start_has_failed(
-    stage: Stage, failing: str, nodes: str, excluded: list[str]
+def test_the_next_job_of_a_chain_leaves_a_host_where_a_start_has_failed_or_waits(
+    stage: Stage, failing: str, nodes: str, update: str
 ) -> None:
     """All of them failed there, within seconds."""
     for job in ("76", "77", "78", "79"):
@@ -155,7 +158,7 @@ def test_the_next_job_of_a_chain_leaves_a_host_where_a_start_has_failed(
     script = stage.write(launch={"setup": ["false"]} if failing == "setup" else {})
     assert stage.perform(script, SLURMD_NODENAME="node-b") == 1
     updates = [call[1:] for call in stage.calls("scontrol") if call[0] == "update"]
-    assert updates == [["JobId=78", f"ExcNodeList={hosts}"] for hosts in excluded]
+    assert updates == [["JobId=78", update]]
 
 
 def test_a_requeue_that_scontrol_did_not_live_to_tell_of_counts(stage: Stage) -> None:
