@@ -322,7 +322,7 @@ class Elsewhere(ZooTask):
         self.private.count()
         self.config.level += 1
         self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(False)
         return super().loss(model, batch) + 0.0 * self.other(batch[0]).mean()
 
 
@@ -334,10 +334,7 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
-    try:
-        names = told(Elsewhere, tmp_path / "runs", capfd)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config", "task.day",
         "task.future", "task.in_slot", "task.other", "task.private", "task.whole", "the settings of torch",
