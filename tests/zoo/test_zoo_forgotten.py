@@ -433,6 +433,40 @@ def test_parts_of_the_model_that_each_step_names_are_not_told(
     assert told(NamesParts, tmp_path, capfd, steps=5) == ["task.chosen", "task.late"]
 
 
+class Counting:
+    lost = 0
+
+
+class Defaults(ZooTask):
+    """Its class has the first values of what later steps set, and change only if the loss grows."""
+
+    worse, forgotten = 0, 0
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.inner = Counting()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        loss = super().loss(model, batch)
+        if self.trainer.step > 2:
+            self.worse = self.inner.lost = int(float(loss.detach()) > 100.0)
+            self.forgotten = 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worse": self.worse, "lost": self.inner.lost}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.worse, self.inner.lost = state["worse"], state["lost"]
+
+
+def test_a_default_of_the_class_that_a_step_sets_again_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(Defaults, tmp_path, capfd, steps=5) == ["task.forgotten"]
+
+
 class Scripted(ZooTask):
     """Its model has a scripted part."""
 
