@@ -52,4 +52,5 @@ def place_in_file(file: io.TextIOBase) -> Any:
 
 def place_of_tensor(tensor: Tensor) -> tuple[object, ...] | None:
     """What is the same for another view of all of the tensor, such as its ``.data``; None if it has no memory."""
-    return None if tensor.is_meta or tensor.layout is not torch.strided else memory_of(tensor)
+    has_none = tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided
+    return None if has_none else memory_of(tensor)

@@ -37,7 +37,10 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
     first, *path, key = name.split(".")
     if first != "task" or not now.is_value(name):
         return False
-    holder = functools.reduce(lambda outer, part: getattr(outer, "__dict__", {}).get(part), path, task)
+    try:
+        holder = functools.reduce(lambda outer, part: vars(outer)[part], path, task)
+    except Exception:  # it is an element, in a slot, or of something that answers by itself
+        return False
     return is_same(inspect.getattr_static(type(holder), key, _NOTHING), now.leaves[name])
 
 
@@ -81,7 +84,7 @@ class Watch:
         self._noted: Attributes | None = None
         self._changes: list[list[str]] = []  # from each of the looks to what was noted
         self._first_names: set[str] = set()  # of the attributes of the task, before it was given any state
-        self._first_values: Attributes | None = None  # what the task held then
+        self._first_values: dict[str, Any] | None = None  # its numbers and strings then
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
         self._handles: list[RemovableHandle] = []
@@ -99,7 +102,9 @@ class Watch:
     def note_before_loading(self) -> None:
         """Note what the task has before it is given a state, and another task before it is given the same."""
         if self._first_values is None and isinstance(self._task, Task):
-            self._first_names, self._first_values = set(vars(self._task)), of_task(self._task)
+            own = vars(self._task)
+            self._first_names = set(own)
+            self._first_values = {key: value for key, value in own.items() if value is None or is_value(value)}
 
     def look(self) -> None:
         """Remember what there is now, to be compared with in the next `unsaved`."""
@@ -206,12 +211,12 @@ class Watch:
 
         Its numbers and strings are put back.
         """
-        values = vars(other) if self._looks else {}
-        for key in list(values):
-            if key not in self._first_names:
-                del values[key]
-            elif self._first_values is not None and self._first_values.is_value(f"task.{key}"):
-                values[key] = self._first_values.leaves[f"task.{key}"]
+        if not self._looks or self._first_values is None:
+            return
+        values = vars(other)
+        for key in values.keys() - self._first_names:
+            del values[key]
+        values.update(self._first_values)
 
     def note_first(self, other: Task) -> None:
         """Note the numbers, strings and data frames in another task that has been given the state from before training.
