@@ -65,7 +65,7 @@ def make_scaler(train: TrainSpec, precision: Precision) -> torch.amp.GradScaler 
     )
 
 
-def set_backends(train: TrainSpec) -> None:
+def set_backends(train: TrainSpec, device: torch.device) -> None:
     """Apply TF32 and determinism to torch as a whole."""
     torch.backends.cuda.matmul.allow_tf32 = train.tf32
     torch.backends.cudnn.allow_tf32 = train.tf32
@@ -73,3 +73,15 @@ def set_backends(train: TrainSpec) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    elif device.type == "cpu":
+        keep_order_of_sums()
+
+
+def keep_order_of_sums() -> None:
+    """Make results on the CPU the same each time, which the gradient of ``weight[indices]`` is not with threads.
+
+    What torch cannot compute that way is computed nonetheless, with a warning of torch.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # changes no result

@@ -207,6 +207,7 @@ class Saving:
             if self._rank == 0:
                 state.note()
             self.made_from.end()
+            self._checked = None  # a save after the first step has checked it before that
             self._check(state, step, collected)
             self.warn_unsaved(state)
 

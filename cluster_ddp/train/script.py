@@ -31,6 +31,7 @@ from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.loop import LeaveBlock
 from cluster_ddp.train.own.run import ScriptRun
+from cluster_ddp.train.precision import keep_order_of_sums
 from cluster_ddp.train.randomness import Use, derive, seed_everything
 from cluster_ddp.train.session import joined_rank
 from cluster_ddp.train.stop import handlers_put_back
@@ -82,6 +83,8 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     alone = contextlib.nullcontext() if place or not find_world().is_main else _alone_in(directory.path)
     joined = joined_rank(directory, attempt, read_job, writer=writer)
     with around, joined as (job, process), alone, _seeded(job.train.seed, may_run_again=block.may_run_again):
+        if find_world().device.type == "cpu":
+            keep_order_of_sums()
         run = ScriptRun(job, directory, attempt, process, writer, block)
         _joined.append(run)
         try:

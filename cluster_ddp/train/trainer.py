@@ -175,7 +175,7 @@ class Trainer:
 
     def _build(self) -> None:
         """Build everything, in an order that never changes: what is built draws numbers, and each part is reseeded."""
-        set_backends(self.job.train)
+        set_backends(self.job.train, self.device)
         is_apart = any(all_gather_object(self.world.local_rank))  # whether there are ranks that do not call it
         if self.world.local_rank == 0:
             with Alone(IN_PREPARE) if is_apart else contextlib.nullcontext():

@@ -133,9 +133,9 @@ def told(run: RunDirectory) -> list[str]:
     return [event["message"] for event in read_events(run) if event["event"] == "warning"]
 
 
-def resumed(make: Any, kind: str, workers: int, folder: Path) -> tuple[list[str], list[list[str]]]:
+def resumed(make: Any, kind: str, workers: int, folder: Path, **sections: Any) -> tuple[list[str], list[list[str]]]:
     """What a stop and a resume change, and the warnings of the run in one go and of both attempts of the other."""
-    sections = {"train": {"steps": 9, "global_batch": 8, "workers": workers}}
+    sections |= {"train": {"steps": 9, "global_batch": 8, "workers": workers}}
     whole, broken = (new_run(folder / name, **sections) for name in ("whole", "broken"))
     calm, _ = train(make(kind), job(**sections), whole)
     state = final_state(calm)
@@ -334,9 +334,45 @@ class Curriculum(Plain):
         self.data.level = self.shared.value = state["level"]
 
 
-def test_a_level_that_comes_back_is_not_told(tmp_path: Path) -> None:
-    changed, (calm, first, after) = resumed(lambda _: Curriculum(), "", 0, tmp_path)
+class HeldByTask(Curriculum):
+    """Has the level itself; samples are made from it."""
+
+    level = 0.0
+
+    def train_data(self) -> Dataset[Any]:
+        return AskingTask(self)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.level += 0.1
+        return Plain.loss(self, model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.level = state["level"]
+
+
+class AskingTask(Dataset[Any]):
+    def __init__(self, task: HeldByTask) -> None:
+        self.task, (self.inputs, self.labels) = task, samples()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index] + self.task.level, self.labels[index]
+
+
+@pytest.mark.parametrize("task", [Curriculum, HeldByTask])
+def test_a_level_that_comes_back_is_not_told(
+    task: type[Curriculum], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the first step after the resume is saved, or is the last of a pass."""
+    sections = {"checkpoint": {"every_steps": 6, "background": False}}
+    changed, (calm, first, after) = resumed(lambda _: task(), "", 0, tmp_path, **sections)
     assert (changed, calm, first, after) == ([], [], [], [])
+    assert "after a pass" not in capfd.readouterr().err
 
 
 class Replacing(Pseudo):

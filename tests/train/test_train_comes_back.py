@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from train_ranks import run_ranks
-from train_tasks import Plain, job
+from train_tasks import CLASSES, Plain, differences, final_state, job, new_run, train
 
 from cluster_ddp.job import ClusterDDPError, JobSpec
 from cluster_ddp.run.directory import RunDirectory
@@ -351,3 +351,38 @@ def test_the_device_in_an_attribute_of_an_optimizer_is_no_state() -> None:
     assert list(trained.hidden_differences(keeping_a_word("later"))) == [
         ("word", "'cuda:0' now, 'later' after a resume")
     ]
+
+
+class MadeLate(Plain):
+    """Makes a mean of the logits in its first step; a state from before that gives it nothing."""
+
+    mean: Tensor | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch
+        scores = model(inputs)
+        was = torch.zeros(CLASSES) if self.mean is None else self.mean
+        self.mean = 0.9 * was + 0.1 * scores.detach().mean(0)
+        return nn.functional.cross_entropy(scores - self.mean, labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: Any) -> None:
+        if state["mean"] is not None:
+            self.mean = state["mean"].clone()
+
+
+class MadeLateOfNone(MadeLate):
+    def __init__(self) -> None:
+        self.mean = None
+
+
+@pytest.mark.parametrize("task", [MadeLate, MadeLateOfNone])
+def test_what_the_first_step_makes_is_not_refused_after_a_resume(task: type[MadeLate], tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"train": {"steps": 8, "global_batch": 8}}
+    whole, broken = (new_run(tmp_path / name, **sections) for name in ("whole", "broken"))
+    calm, _ = train(task(), job(**sections), whole)
+    train(task(), job(**sections), broken, stop_at=4)
+    resumed, _ = train(task(), job(**sections), broken, 1)
+    assert differences(final_state(calm), final_state(resumed)) == []

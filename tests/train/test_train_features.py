@@ -358,13 +358,16 @@ def test_switches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster_ddp.train.precision import set_backends
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.use_deterministic_algorithms(False)
     try:
         for wish in (True, False):
-            set_backends(job(train={"tf32": wish}).train)
+            set_backends(job(train={"tf32": wish}).train, torch.device("cuda"))
             assert torch.backends.cuda.matmul.allow_tf32 is wish and torch.backends.cudnn.allow_tf32 is wish
         assert not torch.are_deterministic_algorithms_enabled()
-        set_backends(job(train={"deterministic": True}).train)
-        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        set_backends(job().train, CPU)
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        set_backends(job(train={"deterministic": True}).train, CPU)
+        assert not torch.is_deterministic_algorithms_warn_only_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
     finally:
         torch.use_deterministic_algorithms(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

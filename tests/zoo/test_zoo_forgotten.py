@@ -322,7 +322,7 @@ class Elsewhere(ZooTask):
         self.private.count()
         self.config.level += 1
         self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(False)
         return super().loss(model, batch) + 0.0 * self.other(batch[0]).mean()
 
 
@@ -334,10 +334,7 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
-    try:
-        names = told(Elsewhere, tmp_path / "runs", capfd)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config", "task.day",
         "task.future", "task.in_slot", "task.other", "task.private", "task.whole", "the settings of torch",
@@ -434,6 +431,40 @@ def test_parts_of_the_model_that_each_step_names_are_not_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(NamesParts, tmp_path, capfd, steps=5) == ["task.chosen", "task.late"]
+
+
+class Counting:
+    lost = 0
+
+
+class Defaults(ZooTask):
+    """Its class has the first values of what later steps set, and change only if the loss grows."""
+
+    worse, forgotten = 0, 0
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.inner = Counting()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        loss = super().loss(model, batch)
+        if self.trainer.step > 2:
+            self.worse = self.inner.lost = int(float(loss.detach()) > 100.0)
+            self.forgotten = 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worse": self.worse, "lost": self.inner.lost}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.worse, self.inner.lost = state["worse"], state["lost"]
+
+
+def test_a_default_of_the_class_that_a_step_sets_again_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(Defaults, tmp_path, capfd, steps=5) == ["task.forgotten"]
 
 
 class Scripted(ZooTask):

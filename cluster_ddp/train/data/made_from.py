@@ -68,7 +68,7 @@ class MadeFrom:
     Attributes
     ----------
     is_changed
-        Whether a step has changed any attribute or variable, to which other samples are then due.
+        Whether a step has changed any attribute or variable, to which other samples are then due; None before `end`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MadeFrom:
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
         self._told: set[str] = set()
-        self.is_changed = False
+        self.is_changed: bool | None = None
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
@@ -111,7 +111,7 @@ class MadeFrom:
         begun = self._begun if self._is_read_here else self._first
         self._begun = {}
         changed = self._changed_since(begun)
-        self.is_changed |= bool(changed)
+        self.is_changed = bool(self.is_changed or changed)
         self._found |= changed
         if self._replaced:
             self._found |= self._changed_since(self._first) & self._replaced

@@ -165,7 +165,7 @@ class MapStream:
         if self._workers:
             return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES, model=model)
         made = MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task, model=model)
-        self._fetcher.is_changed_by_steps = lambda: made.is_changed
+        self._fetcher.is_changed_by_steps = lambda: made.is_changed is not False  # or nobody knows yet
         return made
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:

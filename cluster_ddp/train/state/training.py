@@ -155,6 +155,7 @@ class State:
         task_state = unpacker.unpack(scalars["task"], of_task.pop)
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
+            self._watch.note_before_loading()
             self._also.load_state_dict(task_state)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +30,18 @@ _NOTHING = object()
 def of_task(task: Task) -> Attributes:
     """What a task holds."""
     return Attributes({f"task.{key}": part for key, part in vars(task).items()})
+
+
+def _is_default(name: str, task: object, now: Attributes) -> bool:
+    """Whether an attribute of the task, or of an object in it, has the value that its class gives it."""
+    first, *path, key = name.split(".")
+    if first != "task" or not now.is_value(name):
+        return False
+    try:
+        holder = functools.reduce(lambda outer, part: vars(outer)[part], path, task)
+    except Exception:  # it is an element, in a slot, or of something that answers by itself
+        return False
+    return is_same(inspect.getattr_static(type(holder), key, _NOTHING), now.leaves[name])
 
 
 def _gradients_in(holder: str) -> str:
@@ -69,7 +83,8 @@ class Watch:
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
         self._changes: list[list[str]] = []  # from each of the looks to what was noted
-        self._first_names: set[str] = set()  # of the attributes of the task
+        self._first_names: set[str] = set()  # of the attributes of the task, before it was given any state
+        self._first_values: dict[str, Any] | None = None  # its numbers and strings then
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
         self._handles: list[RemovableHandle] = []
@@ -84,10 +99,16 @@ class Watch:
         """The attributes at the latest look; None before the first."""
         return self._looks[-1][0] if self._looks else None
 
+    def note_before_loading(self) -> None:
+        """Note what the task has before it is given a state, and another task before it is given the same."""
+        if self._first_values is None and isinstance(self._task, Task):
+            own = vars(self._task)
+            self._first_names = set(own)
+            self._first_values = {key: value for key, value in own.items() if value is None or is_value(value)}
+
     def look(self) -> None:
         """Remember what there is now, to be compared with in the next `unsaved`."""
-        if not self._looks:
-            self._first_names = set(getattr(self._task, "__dict__", {}))
+        self.note_before_loading()
         self._stop_watching()
         self._looks.append((self._attributes(), Attributes(self._states())))
 
@@ -147,7 +168,15 @@ class Watch:
         if len(looks) == 2:  # before the first step, and after it
             self._anew = set_anew(changes[1], looks[0][0], looks[1][0], now)
             changes = [[name for name in changed if not is_length_of(name, self._anew)] for changed in changes]
-        changes = [[name for name in changed if not is_within(name, self._anew)] for changed in changes]
+        defaults = {name for name in set().union(*changes) if _is_default(name, self._task, now)}
+        changes = [
+            [
+                name
+                for name in changed
+                if not is_within(name, self._anew) and (name in was.leaves or name not in defaults)
+            ]
+            for (was, _), changed in zip(looks, changes, strict=True)
+        ]
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         kept: set[str] = set()  # of these, those that the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
@@ -182,12 +211,12 @@ class Watch:
 
         Its numbers and strings are put back.
         """
-        values = vars(other) if self._looks else {}
-        for key in list(values):
-            if key not in self._first_names:
-                del values[key]
-            elif self._looks[0][0].is_value(f"task.{key}"):
-                values[key] = self._first(key)
+        if not self._looks or self._first_values is None:
+            return
+        values = vars(other)
+        for key in values.keys() - self._first_names:
+            del values[key]
+        values.update(self._first_values)
 
     def note_first(self, other: Task) -> None:
         """Note the numbers, strings and data frames in another task that has been given the state from before training.
