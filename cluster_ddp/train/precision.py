@@ -83,5 +83,5 @@ def keep_order_of_sums() -> None:
     What torch cannot compute that way is computed nonetheless, with a warning of torch.
     """
     if not torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # the same without importing torch's compiler, which takes a second
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # changes no result
