@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_train_own_counts import Kept, batches
+from counted_epochs import Kept, batches
 
 
 def goes_on_counting(once: Any) -> None:
