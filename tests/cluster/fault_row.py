@@ -29,6 +29,8 @@ class Row:
         The most steps that may be trained again.
     words
         What `status` says at some moment, each of them.
+    excluded
+        The host that the job is kept from in the end.
     job
         Sections of the job file; ``FOLDER`` in text stands for the run's folder.
     task
@@ -50,6 +52,7 @@ class Row:
     attempts: int = 2
     lost: int = 0
     words: tuple[str, ...] = ()
+    excluded: str | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
     task: tuple[str, Mapping[str, Any]] | None = None
     options: tuple[str, ...] = ()

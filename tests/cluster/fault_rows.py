@@ -18,6 +18,7 @@ from fault_commands import (
     submit_one_that_fails,
 )
 from fault_harms import (
+    BAD,
     EVERY_STEPS,
     STRUCK_AT,
     as_in_chaos,
@@ -313,6 +314,7 @@ ROWS: dict[str, Row] = {
         first_node_is("192.0.2.77 node1"),
         in_bad_node("umount", "/etc/hosts"),
         "15 s",
+        excluded=BAD,
         job={"launch": {"join_timeout": 15}},
         short=("sbatch",),
     ),

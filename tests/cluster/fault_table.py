@@ -116,6 +116,8 @@ def check(result: Result, training: TrainingJob) -> None:
     assert result.lost <= row.lost, story
     said = "\n".join(result.said)
     assert [words for words in row.words if words not in said] == [], story
+    if row.excluded is not None:
+        assert training.cluster.job_info(training.job)["ExcNodeList"] == row.excluded, story
 
 
 def write_result(result: Result, folder: Path) -> None:

@@ -51,7 +51,7 @@ class LineFile:
             self._refused = False
         except OSError as error:
             if not self._refused:
-                self._say(f"{error.strerror}; the metrics are kept until they can be written")
+                self._say(f"{error.strerror}; its lines are kept until they can be written")
             self._refused = True
 
     def _say(self, text: str) -> None:
