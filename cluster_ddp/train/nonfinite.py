@@ -90,8 +90,11 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
             for name, tensor in tensors.items()
             if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()
         }
-        if not parts:
-            return []
-        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()]).isfinite().tolist()
-        suspects = [name for name, finite in zip(parts, sums, strict=True) if not finite]
+        by_device: dict[torch.device, list[str]] = {}  # a buffer may have been put on the CPU
+        for name, part in parts.items():
+            by_device.setdefault(part.device, []).append(name)
+        suspects = list[str]()
+        for names in by_device.values():
+            sums = torch.stack([parts[name].sum(dtype=torch.float32) for name in names]).isfinite().tolist()
+            suspects += [name for name, finite in zip(names, sums, strict=True) if not finite]
         return [name for name in suspects if not bool(torch.isfinite(parts[name]).all())]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from train_tasks import CPU, fetch
 
 from cluster_ddp.train.data import loader
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.data.loader import Loader, set_up_worker
+from cluster_ddp.train.data.loader import Loader, from_workers, set_up_worker
+from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 
 
 class Broken(Dataset[Tensor]):
@@ -63,6 +66,42 @@ class Dying(Dataset[Tensor]):
 def test_a_worker_that_is_killed_is_told_with_the_signal() -> None:
     with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside"):
         fetch(Dying(), (0, [int(signal.SIGKILL)]), workers=1)
+
+
+class Garbage:
+    """Cannot be freed in a worker, as a tensor on a GPU cannot: it would be aborted."""
+
+    def __init__(self, mark: Path) -> None:
+        self.itself, self.mark, self.rank = self, mark, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.rank:
+            self.mark.touch()
+
+
+class Collecting(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        gc.collect()
+        return torch.tensor(float(gc.isenabled()))
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: from_workers(Collecting(), [0, 1], workers=1, device=CPU),
+        lambda: LoaderCopy(DataLoader(Collecting(), None, num_workers=1)),
+    ],
+    ids=["task", "own loop"],
+)
+def test_a_worker_leaves_the_garbage_of_its_rank_alone(start: Callable[[], Iterable[Tensor]], tmp_path: Path) -> None:
+    gc.disable()  # else it could be collected here
+    Garbage(tmp_path / "freed")
+    gc.enable()
+    assert [float(is_enabled) for is_enabled in start()] == [1.0, 1.0] and gc.isenabled()
+    assert not (tmp_path / "freed").exists()
 
 
 class Pids(Dataset[Tensor]):

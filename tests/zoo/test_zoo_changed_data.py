@@ -30,7 +30,8 @@ class Relabels(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         inputs, labels, indices = batch
-        self.labels[indices] = (labels + 1) % CLASSES
+        indices = indices.cpu()
+        self.labels[indices] = (labels.cpu() + 1) % CLASSES
         self.labels[indices // 2] = 0
         return super().loss(model, (inputs, labels))
 
@@ -50,7 +51,7 @@ class RelabelsArray(Relabels):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         inputs, labels, indices = batch
-        self.array[(indices // 2).numpy()] += 1
+        self.array[(indices // 2).cpu().numpy()] += 1
         return ZooTask.loss(self, model, (inputs, labels % CLASSES))
 
 

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 FEATURES = 32
 CLASSES = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # see `make test-cuda`
 WORDS = 16
 
 MakeModel = Callable[[], nn.Module]

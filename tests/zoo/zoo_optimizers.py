@@ -25,6 +25,7 @@ from torch.optim import (
     Rprop,
     SparseAdam,
 )
+from zoo_models import DEVICE
 from zoo_remembering import Around, Caches, Holds, OnlyWrites, Remembers, RemembersLate
 
 from cluster_ddp.train import Task
@@ -273,7 +274,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SparseAdam": plain(SparseAdam),
     "Adagrad": plain(Adagrad),
     "Adagrad foreach": plain(Adagrad, foreach=True),
-    "Adagrad fused": plain(Adagrad, fused=True),
+    "Adagrad fused": plain(Adagrad, fused=DEVICE == "cpu"),
     "Adagrad from an initial value": plain(Adagrad, initial_accumulator_value=0.5, lr_decay=0.1),
     "a group added later": lambda model, lr: GroupLater(trainable(model), lr),
     "SGD whose lr stays a tensor": lambda model, lr: WithTensorRate(trainable(model), lr),

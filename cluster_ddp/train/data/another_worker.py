@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import os
 import select
 import signal
@@ -21,7 +21,9 @@ def as_another_worker() -> Iterator[None]:
     """Make `get_worker_info` describe another worker of this loader; there is no public API for it."""
     place, info = sys.modules[get_worker_info.__module__], get_worker_info()
     assert info is not None
-    other = dataclasses.replace(info, id=(info.id + 1) % info.num_workers, seed=info.seed + 1)
+    other = copy.copy(info)
+    for name, value in (("id", (info.id + 1) % info.num_workers), ("seed", info.seed + 1)):
+        object.__setattr__(other, name, value)  # which it forbids, as a frozen dataclass or, in older torch, itself
     vars(place)["_worker_info"] = other
     try:
         yield

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import _thread
 import collections
+import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import multiprocessing
 import os
@@ -149,17 +151,17 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
     """
     protect_fork_server()
     before = set(multiprocessing.active_children())
-    batches = iter(
-        DataLoader(
-            data,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=device.type == "cuda",
-            worker_init_fn=set_up_worker,
-        )
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=set_up_worker,
     )
+    with collecting_no_garbage():
+        batches = iter(loader)
     processes = [child for child in multiprocessing.active_children() if child not in before]
     try:
         for batch in batches:
@@ -172,6 +174,21 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
     finally:
         del batches  # asks them to exit
         see_off(processes)
+
+
+@contextlib.contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Start workers without garbage collection, which `set_up_worker` turns on again.
+
+    The rank's garbage may hold tensors on a GPU: a forked worker that frees one is aborted.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def protect_fork_server(context: BaseContext | None = None) -> None:
@@ -229,8 +246,10 @@ def set_up_worker(worker: int) -> None:
 
     A signal to the whole process group is meant for the rank; a worker killed by it would take the rank with it. And a
     worker started by a fork server would outlive a rank that is killed: torch checks for its parent, which is the
-    server, and that exits only after its last worker.
+    server, and that exits only after its last worker. What it has of the rank is never collected.
     """
+    gc.freeze()
+    gc.enable()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]

@@ -11,7 +11,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.data.loader import protect_fork_server, see_off, set_up_worker, tell_how_they_ended
+from cluster_ddp.train.data.loader import (
+    collecting_no_garbage,
+    protect_fork_server,
+    see_off,
+    set_up_worker,
+    tell_how_they_ended,
+)
 
 _WRAPPED = ("base_dataloader", "_dataloader")  # attributes of Accelerate's and Fabric's loaders
 
@@ -56,7 +62,8 @@ class LoaderCopy:
         if self.inner.num_workers:
             protect_fork_server(self.inner.multiprocessing_context)
         before = set(multiprocessing.active_children())
-        batches = iter(self.loader)
+        with collecting_no_garbage():
+            batches = iter(self.loader)
         self._note_workers(before)
         try:
             for batch in batches:
