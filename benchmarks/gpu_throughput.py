@@ -3,9 +3,11 @@
 The same network (six layers, 4,096 wide), data (32,768 samples in memory), batch (2,048) and optimizer (fused AdamW) go
 through both in turn, in one process, and through the Trainer once more with three saves of its 1 GiB of state in the
 steps that are timed. A round is timed from the first step that counts to the last, the GPU idle at both ends. To reach:
-a ratio of at least 0.98, and saves hidden behind the steps. `step_overhead.py` prints the same; by itself:
+a ratio of at least 0.98, and saves hidden behind the steps: a save waits until the previous one is written, so the disk
+of `--folder` should be fast. `--profile` prints instead what takes the time on the GPU and on the host.
+`step_overhead.py` prints the figures too; by itself:
 
-    python -m benchmarks.gpu_throughput [--rounds 5] [--steps 600]
+    python -m benchmarks.gpu_throughput [--rounds 5] [--steps 600] [--folder DIR] [--profile]
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ SAVES = 3
 
 
 class Clock:
-    """Takes the time at the first step that counts and at the last."""
+    """Takes the time at the first step that counts and at the last; between them `profile`, if any, is on."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, profile: torch.profiler.profile | None = None) -> None:
         self._at = (SETTLING_STEPS, SETTLING_STEPS + steps)
         self._steps = steps
+        self._profile = profile
         self._begun = 0
         self._times: list[float] = []
 
@@ -58,6 +61,8 @@ class Clock:
                 _await_preparations()
             torch.cuda.synchronize()
             self._times.append(time.perf_counter())
+            if self._profile is not None:
+                self._profile.start() if len(self._times) == 1 else self._profile.stop()
         self._begun += 1
 
     @property
@@ -107,9 +112,9 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def bare_loop(data: TensorDataset, steps: int) -> float:
+def bare_loop(data: TensorDataset, steps: int, profile: torch.profiler.profile | None = None) -> float:
     """Write the loop by hand, with pinned batches; samples per second."""
-    clock = Clock(steps)
+    clock = Clock(steps, profile)
     features, classes = data.tensors
     model = network().cuda()
     optimizer = adamw(model)
@@ -129,30 +134,61 @@ def bare_loop(data: TensorDataset, steps: int) -> float:
     return clock.samples_per_second
 
 
-def this_trainer(data: TensorDataset, steps: int, saves: int = 0) -> float:
+def this_trainer(
+    data: TensorDataset,
+    steps: int,
+    profile: torch.profiler.profile | None = None,
+    *,
+    saves: int = 0,
+    folder: Path | None = None,
+) -> float:
     """Use this package's Trainer with its defaults, in a run directory; samples per second."""
-    clock = Clock(steps)
+    clock = Clock(steps, profile)
     settings = {"steps": SETTLING_STEPS + steps + 1, "batch_size": BATCH, "precision": "bf16"}
     sections = {"checkpoint": {"every_steps": steps // saves}} if saves else {}
     job = JobSpec.model_validate({"name": "throughput", "task": "throughput:Wide", "train": settings, **sections})
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
-        run = create_run(job, runs_dir=Path(folder), via="local", script=None)
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115
+    with tempfile.TemporaryDirectory(dir=folder) as runs, nowhere, contextlib.redirect_stdout(nowhere):
+        run = create_run(job, runs_dir=Path(runs), via="local", script=None)
         begin_attempt(run, host="localhost", pid=os.getpid(), nodes=1, procs=1)
-        with contextlib.redirect_stdout(nowhere):
+        with contextlib.redirect_stderr(nowhere):  # that no checkpoint contains the clock
             Trainer(job, Wide(data, clock), run).run()
     return clock.samples_per_second
 
 
-def show(rounds: int, steps: int) -> None:
+def made_data() -> TensorDataset:
+    """Make the samples, in memory."""
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(SAMPLES, FEATURES, generator=random)
+    return TensorDataset(features, torch.randint(10, (SAMPLES,), generator=random))
+
+
+def show_profile(steps: int) -> None:
+    """Print for both loops, per step, what takes most of the time on the GPU and on the host."""
+    data = made_data()
+    for train in (bare_loop, this_trainer):
+        train(data, steps)
+        profile = torch.profiler.profile()
+        speed = train(data, steps, profile)
+        rows = profile.key_averages()
+        print(f"\n{train.__name__}: {1e6 * BATCH / speed:,.0f} us per step while profiled")
+        for place, time_of in (("GPU", "self_device_time_total"), ("host", "self_cpu_time_total")):
+            total = sum(getattr(row, time_of) for row in rows)
+            print(f"  {place}: {total / steps:,.0f} us per step, and the calls per step")
+            for row in sorted(rows, key=lambda row: -getattr(row, time_of))[:16]:
+                print(f"    {getattr(row, time_of) / steps:9.1f} {row.count / steps:7.2f}  {row.key[:90]}")
+
+
+def show(rounds: int, steps: int, folder: Path | None = None) -> None:
     """Measure in turn and print two lines; nothing where there is no GPU."""
     if not torch.cuda.is_available():
         return
-    random = torch.Generator().manual_seed(0)
-    features = torch.randn(SAMPLES, FEATURES, generator=random)
-    data = TensorDataset(features, torch.randint(10, (SAMPLES,), generator=random))
-    figures = [
-        (bare_loop(data, steps), this_trainer(data, steps), this_trainer(data, steps, SAVES)) for _ in range(rounds + 1)
-    ][1:]  # the first warms up
+    data = made_data()
+    figures = []
+    for _ in range(rounds + 1):
+        loops = bare_loop(data, steps), this_trainer(data, steps)
+        figures.append((*loops, this_trainer(data, steps, saves=SAVES, folder=folder)))
+    del figures[0]  # it warms up
     bare, trainer, saving = (statistics.median(column) for column in zip(*figures, strict=True))
     ratios = [mine / by_hand for by_hand, mine, _ in figures]
     costs = [steps * BATCH * (1 / saved - 1 / unsaved) / SAVES * 1000 for _, unsaved, saved in figures]
@@ -171,5 +207,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints are written (default: the temporary folder)")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    show(options.rounds, options.steps)
+    if options.profile:
+        show_profile(steps=60)
+    else:
+        show(options.rounds, options.steps, options.folder)

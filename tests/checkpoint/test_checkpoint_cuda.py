@@ -97,6 +97,7 @@ def test_a_copy_is_not_published_if_what_it_copies_changes_meanwhile(tmp_path: P
     live = {"model.layer.weight": torch.nn.Parameter(torch.ones(1 << 28, device="cuda"))}
     target = checkpointer(tmp_path)
     save(target, 0, live)  # the driver gets memory for the digest, for which it waits until the copy is done
+    target.wait_for_staging()
     assert target.finish()
     for step in (1, 2):
         save(target, step, live)

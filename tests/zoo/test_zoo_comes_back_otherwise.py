@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
-from zoo_models import CLASSES, DEVICE
+from zoo_models import CLASSES, device
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
 
@@ -24,7 +24,7 @@ class Averages(ZooTask):
 
     def model(self) -> nn.Module:
         model = super().model()
-        self.average: dict[str, Tensor] = copy.deepcopy(dict(model.to(DEVICE).state_dict()))
+        self.average: dict[str, Tensor] = copy.deepcopy(dict(model.to(device()).state_dict()))
         self.first = {"average": copy.deepcopy(self.average)}
         return model
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo_models import CLASSES, DEVICE, FEATURES, mlp
+from zoo_models import CLASSES, FEATURES, device, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
 
@@ -301,7 +301,7 @@ class Elsewhere(ZooTask):
         self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
 
     def model(self) -> nn.Module:
-        self.other = nn.Linear(FEATURES, 1, device=DEVICE)
+        self.other = nn.Linear(FEATURES, 1, device=device())
         uses = [0]
 
         def count(_: Tensor) -> None:

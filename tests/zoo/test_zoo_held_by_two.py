@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from zoo_models import DEVICE
+from zoo_models import device
 from zoo_training import _MADE, Case, ZooTask, judge
 
 from cluster_ddp.train import Task
@@ -25,7 +25,7 @@ class Bank(ZooTask):
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
-        self.bank = torch.ones(4, device=DEVICE)
+        self.bank = torch.ones(4, device=device())
 
     def model(self) -> nn.Module:
         model: Any = super().model()

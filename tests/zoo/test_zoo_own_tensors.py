@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.data import Dataset
-from zoo_models import CLASSES, DEVICE, FEATURES
+from zoo_models import CLASSES, FEATURES, device
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
 
@@ -142,7 +142,7 @@ class Perturbs(ZooTask):
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
-        self.delta = torch.zeros(FEATURES, requires_grad=True, device=DEVICE)
+        self.delta = torch.zeros(FEATURES, requires_grad=True, device=device())
 
     def state_dict(self) -> dict[str, Any]:
         return {"delta": self.delta.detach()}

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 from zoo_elsewhere import Doubles, in_attribute, in_closure, in_default
-from zoo_models import DEVICE, mlp
+from zoo_models import device, mlp
 from zoo_training import Case, ZooTask, judge
 
 from cluster_ddp.train.state.surroundings import is_of_user
@@ -187,8 +187,8 @@ class SetsModes(ZooTask):
         self.bound: dict[str, Any] | None = None
 
     def model(self) -> nn.Module:
-        self.teachers = [nn.Sequential(nn.Dropout(0.5), mlp()).to(DEVICE)]
-        self.kept = SimpleNamespace(critic=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(DEVICE))
+        self.teachers = [nn.Sequential(nn.Dropout(0.5), mlp()).to(device())]
+        self.kept = SimpleNamespace(critic=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(device()))
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:

@@ -12,10 +12,14 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 FEATURES = 32
 CLASSES = 3
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # see `make test-cuda`
 WORDS = 16
 
 MakeModel = Callable[[], nn.Module]
+
+
+def device() -> str:
+    """Where this process trains: on a GPU with `make test-cuda`, unless it is one of several ranks."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def words(inputs: Tensor, length: int = 6) -> Tensor:

@@ -25,7 +25,6 @@ from torch.optim import (
     Rprop,
     SparseAdam,
 )
-from zoo_models import DEVICE
 from zoo_remembering import Around, Caches, Holds, OnlyWrites, Remembers, RemembersLate
 
 from cluster_ddp.train import Task
@@ -45,6 +44,11 @@ def plain(kind: type[Optimizer], **settings: Any) -> MakeOptimizer:
 
 def _plain(kind: type[Optimizer], settings: dict[str, Any], model: nn.Module, lr: float) -> Optimizer:
     return kind(trainable(model), **{"lr": lr, **settings})
+
+
+def _fused_adagrad(model: nn.Module, lr: float) -> Optimizer:
+    parameters = trainable(model)
+    return Adagrad(parameters, lr, fused=parameters[0].is_cpu)  # it has no kernel for CUDA
 
 
 def _two_groups(model: nn.Module, lr: float) -> Optimizer:
@@ -274,7 +278,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SparseAdam": plain(SparseAdam),
     "Adagrad": plain(Adagrad),
     "Adagrad foreach": plain(Adagrad, foreach=True),
-    "Adagrad fused": plain(Adagrad, fused=DEVICE == "cpu"),
+    "Adagrad fused": _fused_adagrad,
     "Adagrad from an initial value": plain(Adagrad, initial_accumulator_value=0.5, lr_decay=0.1),
     "a group added later": lambda model, lr: GroupLater(trainable(model), lr),
     "SGD whose lr stays a tensor": lambda model, lr: WithTensorRate(trainable(model), lr),
