@@ -1,4 +1,7 @@
-"""A rank that knows the heartbeat, without torch: heartbeat_rank.py STEPS [MODE]. It tells on standard output."""
+"""A rank that knows the heartbeat, without torch: heartbeat_rank.py STEPS [MODE [STOPS]]. It tells on standard output.
+
+STOPS is the process that a rank stops before it hangs: `agent` or `rank0`.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ while step < steps and (heartbeat.stop_level == 0 or mode == "deaf"):
     if first_life and mode == f"crash{rank}" and step == 10:
         raise ValueError("the failure of the test")
     if mode == f"hang{rank}" and step == 10:
+        if sys.argv[3:]:
+            os.kill({"agent": os.getppid(), "rank0": heartbeat.slots[0].pid}[sys.argv[3]], signal.SIGSTOP)
         time.sleep(600)
     if mode == f"worker{rank}" and step == 10:
         with subprocess.Popen(["sleep", "600"]) as worker:
