@@ -67,10 +67,19 @@ def _end(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _pause(_: int, __: FrameType | None) -> None:
-    _write(_LEAVE)
-    os.kill(os.getpid(), signal.SIGSTOP)  # here it waits for `fg`
-    _write(_ENTER)
+def _pause(number: int, _: FrameType | None) -> None:
+    """Stop as if the signal were not handled: with no shell that could continue the process, the kernel ignores it."""
+    _write_in_handler(_LEAVE)
+    handler = signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)  # here it waits for `fg`
+    signal.signal(number, handler)
+    _write_in_handler(_ENTER)
+
+
+def _write_in_handler(sequence: str) -> None:
+    """Write past `sys.stdout`: the signal may have come while that writes, and then it takes no second call."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), sequence.encode())
 
 
 def _write(sequence: str) -> None:

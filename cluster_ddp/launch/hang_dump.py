@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from cluster_ddp.launch.environment import recorder_pipes
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, written_stacks
@@ -20,19 +21,29 @@ _LOOK_SECONDS = 0.5
 _RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then write
 
 
-def collect(ranks: Iterable[Rank], heartbeat: Path, attempt: AttemptDirectory) -> list[str]:
-    """Ask ranks for their stacks and flight recorders, and give them time to write; return what was requested."""
+class Asked(NamedTuple):
+    """The ranks that were asked for their stacks, and for their flight recorders."""
+
+    stacks: list[Rank]
+    recorders: list[Rank]
+
+
+def ask(ranks: Iterable[Rank], heartbeat: Path) -> Asked:
+    """Ask ranks for their stacks, which they write before they see anything they are told later, and recorders."""
     asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
     for rank, number in asked:
         send(rank.pid, number)
-    stacks = [rank for rank, _ in asked]
-    recorders = [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)]
-    if recorders:
+    return Asked([rank for rank, _ in asked], [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)])
+
+
+def collect(asked: Asked, heartbeat: Path, attempt: AttemptDirectory) -> list[str]:
+    """Give ranks time to write what they were asked for, and keep it; return what was requested."""
+    if asked.recorders:
         time.sleep(_RECORDER_SECONDS)
-    _await_stacks(heartbeat, {rank.rank for rank in stacks})
+    _await_stacks(heartbeat, {rank.rank for rank in asked.stacks})
     keep_stacks(heartbeat, attempt)
-    written = {"stacks": stacks, "flight recorder": recorders}
-    return [f"{what} of rank {rank.rank}" for what, of in written.items() for rank in of]
+    requested = {"stacks": asked.stacks, "flight recorder": asked.recorders}
+    return [f"{what} of rank {rank.rank}" for what, of in requested.items() for rank in of]
 
 
 def _await_stacks(heartbeat: Path, ranks: set[int]) -> None:

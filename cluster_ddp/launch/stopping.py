@@ -1,7 +1,8 @@
 """The stop requests of one node: where they come from, how they combine, and how long they wait.
 
-They come by signal, from the attempt's stop file, or from the node program. Each is passed to the ranks through the
-heartbeat; the level only rises. A second signal, or a grace too short for anything else, means: save immediately.
+They come by signal, from the attempt's stop file, or from the node program. Each but a hang is passed to the ranks
+through the heartbeat; the level only rises. A second signal, or a grace too short for anything else, means: save
+immediately.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
 from cluster_ddp.run.stopfile import (
     AT_ONCE,
     FINAL_REASONS,
+    HANG,
     PERSON,
     SAVE_AND_END,
     TERMINATED,
@@ -163,7 +165,8 @@ class Stopping:
         if (level, reason) == (self.level, self.reason):
             return
         self.level, self.reason = level, reason
-        self._heartbeat.post_stop(level, reason)
+        if reason != HANG:  # of that the node program tells them, once it has asked for their stacks
+            self._heartbeat.post_stop(level, reason)
         self._events.write(
             STOP_REQUESTED,
             attempt=self._attempt.number,

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import sys
@@ -36,7 +37,7 @@ class Terminal:
         self.shown = ""
         self.pid, self._end = pty.fork()
         if self.pid == 0:
-            foreign = ("COLUMNS", "LINES")
+            foreign = ("COLUMNS", "LINES", "PYTHONUNBUFFERED")
             environment = {name: value for name, value in os.environ.items() if name not in foreign}
             os.chdir(here)
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
@@ -130,15 +131,48 @@ def test_watching_draws_in_place_and_leaves_the_terminal_as_it_was(terminal: Ope
     screen.resize(100, 30)
     (rows, *_) = frames(screen.wait_for(lambda text: "\x1b[J" in text))
     assert "  state            RUNNING".ljust(100) in rows and f"  directory        {run.path}"[:40] in "\n".join(rows)
-    screen.type("\x1a")  # Ctrl-Z
-    assert screen.wait_for(lambda text: LEAVE in text)
-    os.kill(screen.pid, signal.SIGCONT)
-    screen.wait_for(lambda text: ENTER in text and "RUNNING" in text)
+    screen.type("\x1a")  # Ctrl-Z: as behind `ssh -t`, there is no shell that could continue it
+    screen.wait_for(lambda text: "RUNNING" in text.partition(LEAVE + ENTER)[2])
     screen.type("\x03")
     shown, status = screen.rest()
     _, left, then = shown.rpartition(LEAVE)
     assert (left, status) == (LEAVE, 0) and "RUNNING" in then, "what was seen last stays in view"
     assert "\x1b" not in then
+
+
+def test_ctrl_z_gives_the_terminal_to_the_shell_until_fg(terminal: Open, run: RunDirectory) -> None:
+    shell = terminal("bash", "--norc", "--noprofile", "-i", columns=200)
+    shell.type(f"{shlex.join(WATCH)}\r")
+    shell.wait_for(lambda text: "RUNNING" in text)
+    shell.type("\x1a")
+    shell.wait_for(lambda text: "Stopped" in text.partition(LEAVE)[2])
+    shell.type("fg\r")
+    shell.wait_for(lambda text: "RUNNING" in text.partition(ENTER)[2])
+    shell.type("\x03")
+    shell.wait_for(lambda text: "RUNNING" in text.partition(LEAVE)[2])
+
+
+DRAWN_WHEN_IT_IS_TYPED = """
+import io, os, signal, sys
+from cluster_ddp.cli.screen import alternate_screen, draw
+
+class Terminal(io.FileIO):
+    def write(self, data):
+        if b"first" in bytes(data):
+            os.kill(os.getpid(), signal.SIGTSTP)
+        return super().write(data)
+
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Terminal(1, "w", closefd=False)))
+with alternate_screen():
+    draw(["first"])
+    draw(["second"])
+"""
+
+
+def test_ctrl_z_may_come_while_a_picture_is_written(terminal: Open) -> None:
+    shown, status = terminal(sys.executable, "-c", DRAWN_WHEN_IT_IS_TYPED).rest()
+    assert status == 0, shown
+    assert shown.index(LEAVE + ENTER) < shown.index("first") < shown.index("second")
 
 
 def test_who_ends_the_watching_gets_the_terminal_back(terminal: Open, run: RunDirectory) -> None:

@@ -1,4 +1,7 @@
-"""A rank that knows the heartbeat, without torch: heartbeat_rank.py STEPS [MODE]. It tells on standard output."""
+"""A rank that knows the heartbeat, without torch: heartbeat_rank.py STEPS [MODE [STOPS]]. It tells on standard output.
+
+STOPS is the process that a rank stops before it hangs: `agent` or `rank0`.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,12 @@ step = 0
 while step < steps and (heartbeat.stop_level == 0 or mode == "deaf"):
     if received and mode.startswith("crash"):
         sys.exit(1)  # as when a collective fails because a peer is gone
-    time.sleep(0.05)
+    time.sleep(0.001 if mode.startswith("hang") else 0.05)
     if first_life and mode == f"crash{rank}" and step == 10:
         raise ValueError("the failure of the test")
     if mode == f"hang{rank}" and step == 10:
+        if sys.argv[3:]:
+            os.kill({"agent": os.getppid(), "rank0": heartbeat.slots[0].pid}[sys.argv[3]], signal.SIGSTOP)
         time.sleep(600)
     if mode == f"worker{rank}" and step == 10:
         with subprocess.Popen(["sleep", "600"]) as worker:
@@ -50,5 +55,7 @@ print(
     f"rank {rank} ends: level {heartbeat.stop_level}, reason {heartbeat.stop_reason}, received {received}", flush=True
 )
 slot.set_phase(Phase.DONE)
+if mode.startswith("hang"):
+    os._exit(0)  # at once: of what it was asked for later, nothing would be seen
 if mode == "abort":
     os.abort()

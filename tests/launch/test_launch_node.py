@@ -128,18 +128,14 @@ def test_a_hang_leaves_stacks_and_ends_the_attempt(start_node: Start) -> None:
 
 def test_of_a_hang_the_rank_is_named_whose_process_was_stopped(start_node: Start) -> None:
     """Rank 1 waits for rank 0, and may be the first that is missed."""
-    node = start_node("heartbeat_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3})
-    node.wait_for("begins")
-    os.kill(node.rank(0), signal.SIGSTOP)
+    node = start_node("heartbeat_rank.py", FOREVER, "hang1", "rank0", launch={"hang_timeout": 3})
     assert node.finish()[0] == 1
     why = outcome_of(read_history(node.attempt.run), 0).why
     assert why.startswith("rank 0 on ") and "a signal (SIGSTOP) has stopped its process" in why
 
 
 def test_of_a_hang_torchrun_is_named_if_it_was_stopped(start_node: Start) -> None:
-    node = start_node("heartbeat_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3})
-    node.wait_for("begins")
-    os.kill(node.agent(), signal.SIGSTOP)
+    node = start_node("heartbeat_rank.py", FOREVER, "hang1", "agent", launch={"hang_timeout": 3})
     assert node.finish()[0] == 1
     why = outcome_of(read_history(node.attempt.run), 0).why
     assert why.startswith("torchrun on ") and "a signal (SIGSTOP) has stopped it" in why

@@ -44,26 +44,22 @@ def test_changes_by_many_processes_are_all_kept_though_their_clocks_differ_by_mi
 
 
 def hold(run: RunDirectory, inside: Path, *, job_id: str) -> None:
-    """Note a job, and be slow about it the first time: long enough for a signal from outside."""
+    """Note a job, and halt the first time while the lock is held."""
 
     def content() -> bytes:
         record = json.loads(run.record_file.read_bytes())
         if not inside.exists():
             inside.touch()
-            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
         return json.dumps({**record, "slurm_job_ids": [*record["slurm_job_ids"], job_id]}).encode()
 
     change_file(Storage(), run.record_file, content)
 
 
 def start_holder(run: RunDirectory, tmp_path: Path) -> multiprocessing.process.BaseProcess:
-    inside = tmp_path / "inside"
-    process = fork.Process(target=hold, args=(run, inside), kwargs={"job_id": "1"})
+    process = fork.Process(target=hold, args=(run, tmp_path / "inside"), kwargs={"job_id": "1"})
     process.start()
-    deadline = time.monotonic() + 20
-    while not inside.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    os.waitpid(process.pid or 0, os.WUNTRACED)  # returns once it has halted
     return process
 
 
@@ -81,7 +77,6 @@ def test_a_holder_that_is_overtaken_begins_again_and_nothing_is_lost(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = start_holder(run, tmp_path)
-    os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(lock, "SLOW_SECONDS", 0.3)
     add_slurm_job(run, "2")
     add_slurm_job(run, "3")

@@ -262,11 +262,13 @@ def stage_scontrol_without_answers(stage: Stage) -> str:
 
 
 def test_what_a_person_decided_stays_decided(stage: Stage) -> None:
-    stage.does(**{"training.sh": "sleep 1"})
+    signalled = stage.folder / "signalled"
+    stage.does(**{"training.sh": f"until [[ -e {signalled} ]]; do sleep 0.05; done"})
     process = stage.start(stage.write())
     stage.wait_for_training()
     stage.stop_file.write_text('{"reason": "person", "level": 1}')
     process.send_signal(signal.SIGUSR1)
+    signalled.touch()
     assert stage.finish(process) == 0
     assert reason(stage) == "person"
     assert not stage.requeues()

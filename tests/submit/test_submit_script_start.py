@@ -205,7 +205,9 @@ def test_what_is_known_of_a_bad_host_survives_the_end_that_an_accepted_requeue_b
 def test_a_failed_start_is_queued_again_at_once_when_its_end_is_near(stage: Stage, slept: bool) -> None:
     """A SIGTERM to this script alone, as `scancel --batch` sends it, is not slept through."""
     stage.does(**{"python.sh": "exit 127"})
-    stage.program("sleep", f"touch {stage.folder}/training; exec {shutil.which('sleep')} {'0' if slept else '3600'}")
+    until_waited_for = "until [[ $(</proc/$PPID/stat) == *') S '* ]]; do :; done"  # only a `wait` is interrupted
+    sleep = f"{shutil.which('sleep')} {'0' if slept else '3600'}"
+    stage.program("sleep", f"{until_waited_for}; touch {stage.folder}/training; exec {sleep}")
     process = stage.start(stage.write())
     stage.wait_for_training()
     if not slept:
