@@ -41,6 +41,8 @@ class Row:
         The ways to submit that have what the fault needs.
     short
         Of these, the ones that are part of the default run.
+    light
+        Whether its attempts have light agents: torchrun is not meant.
     """
 
     follows: str
@@ -58,6 +60,7 @@ class Row:
     options: tuple[str, ...] = ()
     ways: tuple[str, ...] = WAYS
     short: tuple[str, ...] = ()
+    light: bool = False
 
 
 def paced(seconds: float) -> tuple[str, Mapping[str, Any]]:

@@ -132,6 +132,7 @@ ROWS: dict[str, Row] = {
         stop_and_resume("--set", "slurm.partition=urgent"),
         words=("stopped by",),
         short=("sbatch",),
+        light=True,
     ),
     "four `resume` at once": Row(
         "one submits a job, and the others say that they do not", resume_at_once, words=("stopped by",)

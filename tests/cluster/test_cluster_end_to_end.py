@@ -1,7 +1,7 @@
 """The promise, on a real Slurm: whatever stops the digits, they come back by themselves and end with the same bits.
 
-One calm run of two ranks on each of two nodes is the reference. What needs fewer ranks is in the other files, with one
-calm run of theirs (`calm` in conftest.py).
+One calm run of two ranks on each of two nodes is the reference; it has light agents, what is preempted has torchrun.
+What needs fewer ranks is in the other files, with one calm run of theirs (`calm` in conftest.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from light_agent import LIGHT_AGENT
 from same_training import assert_every_sample_once, assert_same_training, repeated_steps
 from slurm_cluster import SlurmCluster
 from training_job import SAMPLES, STEPS, STEPS_PER_EPOCH, TrainingJob, submit
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module")
 def calm(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
     """The run that nothing happens to."""
-    training = submit(cluster, tmp_path_factory.mktemp("calm"), braked=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cluster.env, "PYTHONPATH", LIGHT_AGENT)
+        training = submit(cluster, tmp_path_factory.mktemp("calm"), braked=False)
     training.finish()
     return training
 

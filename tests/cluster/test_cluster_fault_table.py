@@ -15,6 +15,7 @@ from chaos_faults import small_disk
 from fault_harms import Scene
 from fault_rows import ROWS
 from fault_table import check, endure, write_result
+from light_agent import LIGHT_AGENT
 from same_training import assert_same_training
 from slurm_cluster import SlurmCluster, why_unavailable
 from small_job import CalmRun
@@ -47,7 +48,17 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "via"), cases())
-def test_fault(disk_cluster: SlurmCluster, calm: CalmRun, disk: Path, tmp_path: Path, name: str, via: str) -> None:
+def test_fault(
+    disk_cluster: SlurmCluster,
+    calm: CalmRun,
+    disk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    via: str,
+) -> None:
+    if ROWS[name].light:
+        monkeypatch.setitem(disk_cluster.env, "PYTHONPATH", LIGHT_AGENT)
     scene = Scene(disk_cluster, via, disk / f"{list(ROWS).index(name):02}-{via}", disk)
     try:
         result = endure(scene, name)

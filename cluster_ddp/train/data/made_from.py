@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -297,10 +297,16 @@ def _function_of(part: Any) -> Any:
 def _read_by(value: Any, *, writes: bool) -> Iterator[str]:
     """The names that a function reads, or contains as a string, as for getattr(), or also those that it writes."""
     for code in codes_of(value) if isinstance(value, FunctionType) else ():
-        yield from (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
-        for instruction in dis.get_instructions(code):
-            if isinstance(instruction.argval, str) and (writes or not instruction.opname.startswith("STORE")):
-                yield instruction.argval
+        yield from _names_in(code, writes)
+
+
+@functools.lru_cache(maxsize=4096)  # code does not change, and is asked for again and again as training begins
+def _names_in(code: CodeType, writes: bool) -> frozenset[str]:
+    found = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
+    for instruction in dis.get_instructions(code):
+        if isinstance(instruction.argval, str) and (writes or not instruction.opname.startswith("STORE")):
+            found.add(instruction.argval)
+    return frozenset(found)
 
 
 def _mark_of(value: Any) -> int | None:
