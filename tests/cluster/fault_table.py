@@ -21,7 +21,7 @@ from same_training import repeated_steps
 from training_job import TrainingJob, write_job
 
 PATIENCE = 300.0
-_LOOK_SECONDS = 3.0
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from cluster_ddp.submit.submitit import SubmititSubmission
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
 PATIENCE = 120.0
 JOB_ID = str(os.getpid())  # the port to meet at comes from it, and others may be testing on this machine
 STEPS = 10
@@ -72,6 +73,11 @@ class Place:
             f"name: small\nscript: {HERE / script}\nargs: ['{STEPS}', '{self.brake}']\n"
             f'launch: {{procs_per_node: {procs}}}\nslurm: {{time: "00:10:00"}}\nrequeue: {{warning: 20s}}\n'
         )
+
+    def use_torchrun(self) -> None:
+        """Have ranks that torchrun starts, and that meet."""
+        self.environment["PYTHONPATH"] = str(PROJECT)
+        self.write_job("gloo_rank.py", procs=2)
 
     def add_slurm(self) -> None:
         """Put Slurm's commands into place."""
@@ -161,7 +167,7 @@ def names(run: RunDirectory, attempt: int) -> list[str]:
 
 
 def test_the_local_executor_stops_requeues_and_completes(place: Place) -> None:
-    place.write_job("gloo_rank.py", procs=2)
+    place.use_torchrun()
     place.brake.touch()
     run = place.submit()
     wait_for_steps(run)
