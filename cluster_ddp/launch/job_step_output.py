@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import IO, TextIO
@@ -72,9 +73,10 @@ class JobStepOutput:
         self._threads.append(thread)
 
     def finish(self) -> None:
-        """Wait for the remaining output, now that the step has ended."""
-        for thread in self._threads:
-            thread.join(_DRAIN_SECONDS)
+        """Wait for the remaining output, now that the step has ended; once, however often this is called."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._threads:
+            self._threads.pop().join(max(0.0, deadline - time.monotonic()))
 
     def failures(self) -> list[TaskExit]:
         """Return the tasks that failed by themselves, in srun's order, without those that srun ended as a result."""

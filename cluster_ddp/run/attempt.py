@@ -88,7 +88,7 @@ def begin_attempt(
                     _take_back_resume(history, last)
                     raise
             decision = _decide_late(history, last)
-        number = last.number + 1 if last is not None else 0
+        number = last.number + 1 if last is not None else _count(history)
         if number > LAST_NUMBER:
             raise RunError(
                 f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
@@ -195,6 +195,8 @@ def _publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], bo
     """
     storage = Storage()
     draft = AttemptDirectory(run.attempts / f".begin-{os.urandom(6).hex()}")
+    with contextlib.suppress(FileExistsError):
+        storage.mkdir(run.attempts)  # somebody may have removed it
     storage.mkdir(draft.path)
     try:
         write_json(storage, draft.record_file, record.to_json())

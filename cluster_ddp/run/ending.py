@@ -150,9 +150,10 @@ def _never_signed_off(events: list[Event]) -> list[str]:
 
 def outcome_so_far(history: History) -> AttemptOutcome | None:
     """Return the outcome of the last attempt since the last `resume`; None if none has begun since."""
-    if history.cancelled is None and history.current_attempt is None:
+    number = history.last_number
+    if history.cancelled is None and (number is None or number < history.first_number):
         return None
-    return outcome_of(history, history.last.number if history.last is not None else 0)
+    return outcome_of(history, number or 0)
 
 
 def refuse_ended(history: History) -> None:

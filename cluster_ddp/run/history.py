@@ -45,7 +45,10 @@ class History:
 
     @property
     def last_number(self) -> int | None:
-        return self.last.number if self.last else None
+        """The number of the last attempt, by its events if somebody has removed the folders of all attempts."""
+        if self.last is not None:
+            return self.last.number
+        return max((event["attempt"] for event in self.events if event["event"] == NODE_STARTED), default=None)
 
     @property
     def current_attempt(self) -> AttemptRecord | None:

@@ -41,7 +41,8 @@ def state_of(
     if job is not None and job.held:
         return RunState.HELD, how_to_release(job)
     if job is not None and job.state in WAITING:
-        return _waiting(outcome, job, failed_start(history, record, job.job_id, queued=True))
+        failed = failed_start(history, record, job.job_id, queued=True)
+        return _waiting(outcome, job, failed or _failed_link(history, record, ids, job.job_id))
     cancelled = job is not None and job.state == "CANCELLED"
     if ids and not cancelled and (failed := failed_start(history, record, ids[-1], queued=False)):
         return RunState.FAILED, failed
@@ -271,6 +272,15 @@ def failed_start(history: History, record: RunRecord | None, job_id: str, *, que
     host = str(failed.get("host") or "the batch host")
     word = "restart" if failed.get("restart_count") else "start"
     return f"{word} failed on {host}: {failed.get('reason')} {see_output(record, job_id)}"
+
+
+def _failed_link(history: History, record: RunRecord | None, ids: list[str], job_id: str) -> str | None:
+    """Return why the start of the job before this one in a chain failed; None if it did not, or before a `resume`."""
+    before = ids[: ids.index(job_id)] if job_id in ids else []
+    failed = _latest_failed(history, before[-1]) if before else None
+    if failed is None or any(event["time"] > failed["time"] for event in history.resume_requests):
+        return None
+    return failed_start(history, record, before[-1], queued=False)
 
 
 def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | None:

@@ -148,6 +148,7 @@ ROWS: dict[str, Row] = {
         "the next job of the chain continues",
         next_of_chain(crash(1)),
         lost=2 * EVERY_STEPS,
+        words=("failed: Slurm calls it down",),
         job=_NO_REQUEUE,
         options=("--chain", "2"),
         ways=("sbatch",),

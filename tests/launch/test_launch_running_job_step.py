@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch import running_job_step
+from cluster_ddp.launch import job_step_output, running_job_step
 from cluster_ddp.launch.running_job_step import RunningJobStep
 from cluster_ddp.launch.sign_of_life import SignOfLife, SilentNodes
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -50,6 +50,17 @@ def test_a_step_that_waits_before_its_first_node_ends_when_the_run_is_stopped(
 def test_an_srun_that_is_killed_is_known(attempt: AttemptDirectory) -> None:
     step = RunningJobStep(["bash", "-c", "kill -KILL $$"], os.environ, attempt, 2, os.getpid())
     assert ends(step, within=60) and step.killed_by == "SIGKILL"
+
+
+def test_the_output_of_a_process_that_was_left_behind_is_waited_for_once(
+    attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_step_output, "_DRAIN_SECONDS", 0.5)
+    step = RunningJobStep(["bash", "-c", "sleep 5 &"], os.environ, attempt, 1, os.getpid())
+    assert ends(step, within=60)
+    asked = time.monotonic()
+    assert step.has_ended()
+    assert time.monotonic() - asked < 0.4, "the keeper would take it for storage that hangs"
 
 
 def test_a_step_in_which_no_node_comes_up_ends_some_time(

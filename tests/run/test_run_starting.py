@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from run_builders import begin, begin_dead
+from run_builders import begin, begin_dead, slurm_job
 
+from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job
@@ -62,6 +63,18 @@ def test_a_start_that_failed_is_told_while_the_next_one_waits(run: RunDirectory,
     assert told(run, "PENDING") == ("PENDING", "start failed on n1: no Python (see slurm-7.out)")
     say("start-failed", None, **{**failed, "restart_count": 1}, queued=False)
     assert told(run, "FAILED") == ("FAILED", "restart failed on n1: no Python (see slurm-7.out)")
+
+
+def test_the_next_job_of_a_chain_that_waits_because_a_start_failed_tells_why(run: RunDirectory, say: Say) -> None:
+    add_slurm_job(run, "7")
+    add_slurm_job(run, "8")
+    say("start-failed", None, slurm_job_id="7", restart_count=0, host="n1", reason="no Python", queued=False)
+    jobs = {"7": slurm_job("FAILED"), "8": slurm_job("PENDING", "BeginTime")}
+    found = describe(run, jobs)
+    assert found.state.value == "PENDING" and found.reason is not None
+    assert found.reason.startswith("start failed on n1: no Python (see slurm-7.out) (Slurm: not before its begin time")
+    request_resume(run, by="me")
+    assert "no Python" not in str(describe(run, jobs).reason), "a person has seen it"
 
 
 def test_a_job_that_was_cancelled_in_its_setup_lines_has_not_failed(run: RunDirectory, say: Say) -> None:

@@ -12,6 +12,7 @@ from run_builders import begin, begin_dead, hide, job, slurm_job, state_of
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.run_state import RunState
@@ -355,6 +356,22 @@ def test_of_a_chain_whose_next_job_has_been_cancelled_it_is_said_that_nothing_co
     assert f"cluster-ddp resume {run.path}" in found.reason
     assert describe(run, {"8": slurm_job("PENDING", "Dependency")}).state is RunState.REQUEUED
     assert describe(run, None).reason == "stopped: time-limit"  # Slurm cannot be queried
+
+
+def test_a_run_whose_attempts_somebody_has_removed_is_told_by_its_events(run: RunDirectory, say: Say) -> None:
+    add_slurm_job(run, "7")
+    begin_dead(run, slurm_job_id="7")
+    say("node-started", 0, node=0, host="n0")
+    shutil.rmtree(run.attempts)
+    say("stopped", 0, step=5, reason="time-limit")
+    assert describe(run, {"7": slurm_job("PENDING")}).state is RunState.REQUEUED
+    assert begin(run, slurm_job_id="7", restart_count=1).number == 1, "the events of attempt 0 are not its own"
+    shutil.rmtree(run.attempts)
+    say("node-started", 1, node=0, host="n0")
+    say("completed", 1, step=9)
+    assert describe(run, {"7": slurm_job("COMPLETED")}).state is RunState.COMPLETED
+    with pytest.raises(RunEnded, match="complete"):
+        begin(run, slurm_job_id="7", restart_count=2)
 
 
 def test_a_run_that_was_never_submitted_says_so(runs_dir: Any) -> None:
