@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from zoo_data import samples
 from zoo_models import CLASSES, FEATURES
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
@@ -111,3 +113,21 @@ def test_a_part_of_the_state_that_is_gone_after_loading_is_told(
 ) -> None:
     judge(Case(), tmp_path, DropsAKey)
     assert "the checkpoint holds threshold of the task, which state_dict() does not return" in capfd.readouterr().err
+
+
+class Relabels(ZooTask):
+    """Its set has other labels in each attempt, but for the last and the first few."""
+
+    times = 0
+
+    def train_data(self) -> Dataset[Any]:
+        inputs, labels = samples()
+        if Relabels.times:
+            labels[10:20] = CLASSES - 1 - labels[10:20]
+        Relabels.times += 1
+        return TensorDataset(inputs, labels)
+
+
+def test_labels_that_are_drawn_anew_in_each_attempt_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(), tmp_path, Relabels)
+    assert "a sample of train_data() has changed since the checkpoint was saved" in capfd.readouterr().err
