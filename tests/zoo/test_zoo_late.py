@@ -84,7 +84,7 @@ class FromTeacher(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
-        if self.trainer.step == 1:
+        if self.trainer.step == 2:
             TEACHER.eval()
         return super().loss(model, batch) + TEACHER(batch[0]).abs().mean() * super().loss(model, batch)
 
