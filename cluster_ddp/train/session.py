@@ -36,7 +36,7 @@ from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.repeated import RepeatedSteps
 from cluster_ddp.train.saving import Saving
-from cluster_ddp.train.state.selfcheck import check_taken_back, lost_between_ranks
+from cluster_ddp.train.state.selfcheck import check_taken_back, lost_between_ranks, no_longer_there
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.stop import AT_ONCE, StopConsensus, StopDecision
 
@@ -203,6 +203,8 @@ class Session:
                 self._compare_versions(restored.manifest.versions.get("torch"))
                 if state.is_of_task:
                     check_taken_back(state, restored.scalars, restored.extra)
+                    if lost := no_longer_there(state, restored.scalars):
+                        self.warn(lost)
             elif state.is_of_task and (lost := lost_between_ranks(state, restored.scalars, restored.extra)):
                 self.warn(lost)
         state.counts.threads = torch.get_num_threads()

@@ -407,6 +407,6 @@ def test_other_data_are_told_although_the_task_changes_them_too(tmp_path: Path) 
     _, (calm, first, after) = resumed(Exchanged, "subset", 0, tmp_path)
     assert (calm, first) == ([], [])
     assert [message.split(":")[0] for message in after] == [
-        "sample 39 of train_data() has changed since the checkpoint was saved",
+        "a sample of train_data() has changed since the checkpoint was saved",
         "the resume is not exact",
     ]

@@ -81,7 +81,7 @@ class MadeFrom:
     ) -> None:
         trained = set() if model is None else {id(module) for module in model.modules()}
         but = trained if put_back_by is not None else set[int]()
-        self._sources, self._why = [_Source(source, trained, but) for source in sources], why
+        self._sources, self._why = [Source(source, trained, but) for source in sources], why
         self._is_read_here, self._task, self._model = is_read_here, put_back_by, model
         self._held = dict(getattr(put_back_by, "__dict__", {}))
         self._first = self._marks()
@@ -163,8 +163,8 @@ class MadeFrom:
         return any(other in others or (held is not None and part is held) for other, part in parts)
 
     @functools.cached_property
-    def _steps(self) -> _Source:
-        return _Source([getattr(self._task, "loss", None), self._model], set(), set(), writes=True)
+    def _steps(self) -> Source:
+        return code_of_steps(self._task, self._model)
 
     def _of_task(self) -> tuple[str, ...]:
         return tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
@@ -210,7 +210,7 @@ class MadeFrom:
         return found
 
 
-class _Source:
+class Source:
     """A data set, or what collates its samples.
 
     Parameters
@@ -221,10 +221,14 @@ class _Source:
         Ids of what is not looked at.
     writes
         Whether the names of what its code writes count as well.
+    called
+        Names of methods that are called without being named.
     """
 
-    def __init__(self, source: Any, trained: set[int], but: set[int], *, writes: bool = False) -> None:
-        self._source, self._trained, self._but = source, trained, but
+    def __init__(
+        self, source: Any, trained: set[int], but: set[int], *, writes: bool = False, called: set[str] = _CALLED
+    ) -> None:
+        self._source, self._trained, self._but, self._called = source, trained, but, called
         self._names: set[str] = set()  # of the attributes and variables that its code reads
         known = -1
         while len(self._names) > known:  # until the functions mention no others
@@ -282,8 +286,13 @@ class _Source:
 
     def _read(self, name: str, held: Any) -> Iterator[tuple[str, Any]]:
         for key, part in list(held.items()):
-            if key in self._names or key in _CALLED:
+            if key in self._names or key in self._called:
                 yield f"{name}.{key}", _function_of(part)
+
+
+def code_of_steps(task: object, model: nn.Module | None) -> Source:
+    """The code of steps, without what only reads samples."""
+    return Source([getattr(task, "loss", None), model], set(), set(), writes=True, called={"__call__", "forward"})
 
 
 def _function_of(part: Any) -> Any:

@@ -87,6 +87,8 @@ class Stream(Protocol):
 
 Warn = Callable[[str], None]
 
+_LOOKED_AT = 16  # samples of a map-style set that are compared between ranks and attempts
+
 
 def open_stream(
     task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device, warn: Warn
@@ -174,7 +176,8 @@ class MapStream:
         micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
         some = [next(micro_batches)] if step < self.total_steps else []
         # After the first batch, with which the set is checked.
-        looks = [micro._replace(epoch=LOOK, indices=np.array([self.order.samples - 1])) for micro in some]
+        places = np.unique(np.linspace(0, self.order.samples - 1, _LOOKED_AT).astype(np.int64))
+        looks = [micro._replace(epoch=LOOK, indices=places) for micro in some]
         self._loader = self._load(itertools.chain(some, looks, micro_batches), workers=self._workers)
         batches = iter(self._loader)
         first = [next(batches) for _ in some]
@@ -184,13 +187,13 @@ class MapStream:
         yield from batches
 
     def _compare(self, look: MicroBatch, seen: int, counts: Counts, at_first: AtFirst) -> None:
-        """Warn if the last sample differs between ranks, or is not what it was before the training that is resumed.
+        """Warn if samples differ between ranks, or are not what they were before the training that is resumed.
 
         This is not refused: different kinds of processors may make samples whose last bits differ.
         """
         by_rank = all_gather_object((seen, platform.node()))
         others = [rank for rank, (found, _) in enumerate(by_rank) if found != by_rank[0][0]]
-        what = f"sample {self.order.samples - 1} of train_data()"
+        what = "a sample of train_data()"
         if others:
             hosts = f"rank 0 on {by_rank[0][1]} and on rank {others[0]} on {by_rank[others[0]][1]}"
             self._warn(
@@ -198,17 +201,17 @@ class MapStream:
                 "never. Every rank has to see the same data set in the same order: sort its file names"
             )
             seen = by_rank[0][0]
-        elif counts.data_fingerprint not in (None, seen):
+        elif counts.samples_fingerprint not in (None, seen):
             if not self._workers:  # it may be made from what the task has restored, such as its label
                 with at_first():
                     seen = self._fetcher(look.epoch, look.indices)
-            if counts.data_fingerprint != seen:
+            if counts.samples_fingerprint != seen:
                 self._warn(
                     f"{what} has changed since the checkpoint was saved: this resume is not exact. The data set, "
                     "the order of its files and the augmentation must stay the same. Only with train.workers: 0 may "
                     "samples depend on state that the task restores, such as a level of difficulty"
                 )
-        counts.data_fingerprint = seen
+        counts.samples_fingerprint = seen
 
     def note_place(self, counts: Counts) -> None:
         """Do nothing: the places of all ranks follow from the step."""

@@ -15,6 +15,7 @@ from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.kinds import is_common, is_replaced
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
+_NOTHING = object()
 # Numbers with which NumPy computes in another precision than with those of Python.
 _OTHER_FLOATS = (np.float16, np.float32, np.longdouble)
 
@@ -150,6 +151,20 @@ class Attributes(Snapshot):
             *outer, _ = accumulate(place.split("."), "{}.{}".format)
             return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
 
+        def follows(name: str, place: str, leaf: Any) -> bool:
+            """Whether a common value in the state was that of this name before, too; a flag may be a number there."""
+            are_flags = isinstance(leaf, bool) == isinstance(self.leaves.get(name), bool)
+            if not (are_flags or _last(place) == _last(name)):
+                return False
+            if (
+                then is None
+                or place not in then[1].leaves
+                or not is_common(before := then[0].leaves.get(name, _NOTHING))
+            ):
+                return True
+            there = then[1].leaves[place]
+            return is_common(there) and bool(before == there)
+
         def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
                 return any(is_held(form, name) for form in _forms_of(value))
@@ -157,7 +172,8 @@ class Attributes(Snapshot):
                 forms = _forms_of(value)
                 places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
             else:
-                places = (place for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
+                alike = ((place, leaf) for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
+                places = (place for place, leaf in alike if follows(name, place, leaf))
             return any(was_there(name, place) for place in places)
 
         def is_saved(name: str) -> bool:

@@ -19,9 +19,11 @@ class Counts:
     stream_epoch: int = 0
     stream_offset: int = 0
     stream_places: list[list[int]] | None = None  # the same for each rank, if each reads its own part
-    # data_length, data_fingerprint: to recognise a training set that changed between attempts; None: not known
+    # To recognise a training set that changed between attempts, by its first item if it is iterable, otherwise by some
+    # of its samples; None: not known.
     data_length: int | None = None
     data_fingerprint: int | None = None
+    samples_fingerprint: int | None = None
     threads: int | None = None  # with which torch computes on the CPU; None: not known
 
     def expect_length(self, length: int) -> None:

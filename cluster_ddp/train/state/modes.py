@@ -1,9 +1,10 @@
-"""What the modules that a task holds besides its model are set to: training or evaluation mode, frozen or trained."""
+"""What modules besides the model, such as a teacher, are set to: training or evaluation mode, frozen or trained."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch import nn
 
 from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts
 from cluster_ddp.train.state.kinds import is_library
+from cluster_ddp.train.state.surroundings import variables_around
 
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
@@ -24,14 +26,17 @@ class Modes:
     Parameters
     ----------
     task
-        Its modules are those that it holds now, in attributes, lists, dicts and objects of the user's.
+        Its modules are those that it and the variables around it hold now, in attributes, lists, dicts and objects of
+        the user's.
     known
         Ids of modules whose modes are saved elsewhere.
     """
 
     def __init__(self, task: object, known: Collection[int]) -> None:
         self._modules: dict[str, nn.Module] = {}
-        for name, whole in _modules_in("task", task, _DEPTH, {id(task)}):
+        seen = {id(task)}
+        around = (_modules_in(*variable, _DEPTH, seen) for variable in variables_around([task]).items())
+        for name, whole in itertools.chain(_modules_in("task", task, _DEPTH, seen), *around):
             inner = {f"{name}.{path}".rstrip("."): module for path, module in whole.named_modules()}
             self._modules |= {path: module for path, module in inner.items() if id(module) not in known}
         self._first = self._now()

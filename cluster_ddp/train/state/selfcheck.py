@@ -61,6 +61,7 @@ def _check_comes_back(
     state: State, step: int, collected: Collected, plan: SavePlan, fresh: Callable[[], State]
 ) -> None:
     tensors, scalars = collected
+    limits = state.limits()  # now, because the other task may hold the same objects, into which it loads
     try:
         stored = MemoryCheckpoint(tensors, scalars, plan)
         other = fresh()
@@ -86,7 +87,7 @@ def _check_comes_back(
             {**scalars, "requires_grad": state.trained()}, {**scalars_again, "requires_grad": other.trained()}
         ),
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
-        *_limits_that_differ(state.limits(), other.limits()),
+        *_limits_that_differ(limits, other.limits()),
         *_gradients_that_would_be_lost(*state.around_loading(other)),
     ]
     if not differing and (shared := _memory_that_differs(plan.aliases, tensors, again)):
@@ -108,6 +109,21 @@ def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[st
     """
     if differing := _not_taken_back(state, scalars, extra):
         raise _refusal(state, differing, "task")
+
+
+def no_longer_there(state: State, scalars: Mapping[str, Any]) -> str | None:
+    """What to tell if the task has loaded a checkpoint and no longer has parts of its state.
+
+    It may have been changed to do without them. All ranks call it.
+    """
+    _, now = state.collect()
+    if not (lost := sorted(scalars.get("task", {}).keys() - now["task"].keys())):
+        return None
+    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+    return (
+        f"the checkpoint holds {', '.join(lost[:_SHOWN])}{more} of the task, which state_dict() does not return after "
+        "load_state_dict(): unless the task has been changed to do without, it is lost, and this resume is not exact"
+    )
 
 
 def lost_between_ranks(state: State, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> str | None:
@@ -191,10 +207,10 @@ def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> I
             yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
 
 
-def _limits_that_differ(live: Mapping[str, int], again: Mapping[str, int]) -> Iterator[str]:
+def _limits_that_differ(live: Mapping[str, int | None], again: Mapping[str, int | None]) -> Iterator[str]:
     """A window that keeps growing after a resume holds the same at first."""
     for name, most in live.items():
-        if again.get(name) != most:
+        if most is not None and again.get(name, most) != most:
             yield f"{name}: a deque with maxlen={most} comes back as something else; load into one with that maxlen"
 
 

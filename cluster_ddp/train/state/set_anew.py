@@ -111,6 +111,8 @@ def _uses(tree: ast.Module, name: str, *, is_container: bool) -> Iterator[bool]:
     for node in parents:
         if isinstance(node, ast.Constant) and node.value == name:
             yield False  # hasattr() and the like
+        elif isinstance(node, ast.Name) and node.id == name and isinstance(parents.get(parents[node]), ast.ClassDef):
+            yield False  # what the class gives where the object has nothing
         elif (isinstance(node, ast.Attribute) and node.attr == name) or (
             is_container and isinstance(node, ast.Name) and node.id == name
         ):

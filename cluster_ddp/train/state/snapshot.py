@@ -10,7 +10,7 @@ import datetime
 import io
 import numbers
 import threading
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event
@@ -50,6 +50,7 @@ from cluster_ddp.train.state.surroundings import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
+_NUMBERS = 1 << 26  # bytes of an array in a data set that steps may change
 _ROWS = 4096  # rows of a data frame that are compared
 LENGTH, TRAINED, GRADIENT = ", its length", ", whether it is trained", ", its gradient"  # ends of names
 GROUPS = ".param_groups."  # in the names of what groups of optimizers hold
@@ -82,6 +83,8 @@ class Snapshot:
         A snapshot of before: what it has found keeps its name, even if something before it now refers to it, too.
     read
         Ids of the data sets from which batches are made; None: all.
+    in_steps
+        Whether the code of steps uses an attribute of this name, and so may change what such a data set holds.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Snapshot:
         seeded: Container[Any] | None = None,
         earlier: Snapshot | None = None,
         read: Container[int] | None = None,
+        in_steps: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
@@ -100,12 +104,13 @@ class Snapshot:
         self._objects: dict[str, Any] = {}  # by the first of these names
         self._trained: dict[str, bool] = {}  # of tensors that belong to no module
         self._gradients: dict[str, tuple[TensorWeakRef, int]] = {}  # with their versions; not kept in memory by this
-        self._seeded, self._read = seeded, read
+        self._seeded, self._read, self._in_steps = seeded, read, in_steps
         self._known = set((known or {}).values())
         self._seen: dict[Any, str] = dict(known or {})  # the first name of what was found
         modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
         self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
+        self.limits: dict[str, int | None] = {}  # how many elements each deque may hold; None: any number
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
         self._named_before: dict[int, str] = {} if earlier is None else earlier._seen
         self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
@@ -191,6 +196,7 @@ class Snapshot:
         elif isinstance(value, (list, tuple, collections.deque, np.ndarray)):
             objects = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
             self.leaves[f"{name}{LENGTH}"] = length(objects)
+            self.limits[name] = value.maxlen if isinstance(value, collections.deque) else None
             parts = list(islice(elements(objects), _FAR))
             self._look_into(enumerate(parts), name, depth)
             self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
@@ -213,11 +219,18 @@ class Snapshot:
                 self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, Dataset):
             # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
-            # late. Reading changes other things, such as a cache; one that only steps use may be a memory of theirs.
+            # late. Reading changes other things, such as a cache; what steps use may be a memory of theirs.
             is_read = self._read is None or id(value) in self._read
-            own = [] if is_read and isinstance(value, IterableDataset) else list(vars(value).items())
-            parts = [(key, part) for key, part in own if is_small(part) or (not is_read and _is_memory(part))]
-            self._look_into(parts, name, depth)
+            may_be_set = not (is_read and isinstance(value, IterableDataset))
+            self._look_into(
+                [
+                    (key, part)
+                    for key, part in list(vars(value).items())
+                    if (may_be_set and is_small(part)) or (_is_memory(part) and (not is_read or self._in_steps(key)))
+                ],
+                name,
+                depth,
+            )
         elif isinstance(value, (Event, threading.Event)):
             self.leaves[name] = value.is_set()
         elif isinstance(value, _VALUES):
@@ -254,5 +267,6 @@ class Snapshot:
 
 
 def _is_memory(part: Any) -> bool:
-    """Whether a part of a data set may be what steps add to it: a container, or an object of the user's."""
-    return isinstance(part, CONTAINERS) or is_of_user(type(part).__module__)
+    """Whether a part of a data set may be what steps add to it: a container, numbers, or an object of the user's."""
+    is_array = isinstance(part, np.ndarray) and part.nbytes <= _NUMBERS
+    return is_array or isinstance(part, CONTAINERS) or is_of_user(type(part).__module__)

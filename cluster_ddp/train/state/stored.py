@@ -17,6 +17,8 @@ from cluster_ddp.train.state.packing import is_packed
 
 _Check = Callable[[Any], bool]
 
+_MAY_BE_NONE = ("data_length", "data_fingerprint", "samples_fingerprint", "threads")  # of the counts
+
 
 def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
     """Raise a `ValueError` naming the first value that is not of the kind that `State.collect` returns."""
@@ -76,7 +78,7 @@ def _is_counts(value: Any) -> bool:
     places = rest.pop("stream_places", None)
     if places is not None and not _is_list_of(places, lambda place: _is_list_of(place, _is_whole) and len(place) == 2):
         return False
-    may_be_none = [rest.pop(name, None) for name in ("data_length", "data_fingerprint", "threads")]
+    may_be_none = [rest.pop(name, None) for name in _MAY_BE_NONE]
     if rest.get("evaluated_step") == -1:
         del rest["evaluated_step"]
     return all(map(_is_whole, rest.values())) and all(number is None or _is_whole(number) for number in may_be_none)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
+import functools
 import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.communicating import Communicating
+from cluster_ddp.train.data.made_from import Source, code_of_steps
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.inner_parts import inner_parts
@@ -39,7 +40,7 @@ from cluster_ddp.train.state.places import place_of_tensor
 from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
-from cluster_ddp.train.state.watching import Watch
+from cluster_ddp.train.state.watching import Watch, of_task
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -217,11 +218,9 @@ class State:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)
 
-    def limits(self) -> dict[str, int]:
-        """How many elements each deque in the task's attributes may hold, if there is a limit, by name."""
-        parts = vars(self._also).items() if isinstance(self._also, Task) else ()
-        found = {f"task.{key}": part.maxlen for key, part in parts if isinstance(part, collections.deque)}
-        return {name: most for name, most in found.items() if most is not None}
+    def limits(self) -> dict[str, int | None]:
+        """How many elements each list or deque in the task may hold, by name; None: any number."""
+        return of_task(self._also).limits if isinstance(self._also, Task) else {}
 
     def around_loading(self, other: State) -> tuple[Attributes, Attributes]:
         """What the task of another state, which has loaded this one, held before and holds since."""
@@ -317,7 +316,17 @@ class State:
             held = {f"{name}.{key}": tensor for key, tensor in {**module._parameters, **module._buffers}.items()}
             known |= {place_of_tensor(tensor): key for key, tensor in held.items() if tensor is not None}
             known |= {id(module): name} | {id(tensor): key for key, tensor in held.items()}
-        return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read)
+        return Attributes(
+            holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read, in_steps=self._in_steps
+        )
+
+    def _in_steps(self, name: str) -> bool:
+        """Whether the code of steps uses an attribute of this name."""
+        return self._code_of_steps.mentions(name)
+
+    @functools.cached_property
+    def _code_of_steps(self) -> Source:
+        return code_of_steps(self._also, self._model)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""

@@ -1,0 +1,133 @@
+"""What is forgotten and shows only in later steps is exact, refused, or told by name."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from zoo_data import samples
+from zoo_models import CLASSES, FEATURES
+from zoo_told import told
+from zoo_training import Case, ZooTask, judge
+
+TEACHER = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))
+
+
+class Window:
+    """Keeps the last steps."""
+
+    def __init__(self) -> None:
+        self.steps = collections.deque[int](maxlen=3)
+
+
+class LosesALimit(ZooTask):
+    """Its window has no limit after a resume, which shows only once it is full."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.window = Window()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        self.window.steps.append(self.trainer.step)
+        return super().loss(model, batch) * len(self.window.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.window.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window.steps = collections.deque(state["steps"])
+
+
+def test_the_limit_of_a_window_in_an_object_has_to_come_back(tmp_path: Path) -> None:
+    refused = judge(Case(), tmp_path, LosesALimit).refused
+    assert refused is not None
+    assert "task.window.steps: a deque with maxlen=3 comes back as something else" in refused
+
+
+class ChangesLate(ZooTask):
+    """When it changes, the state has the same values elsewhere."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.bad, self.hard, self.level, self.warm = 0, False, 7, True
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 2:
+            self.bad, self.hard, self.level, self.warm = 1, True, 1, False
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bad": self.bad, "warm": int(self.warm)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bad, self.warm = state["bad"], bool(state["warm"])
+
+
+def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level"]
+
+
+class FromTeacher(ZooTask):
+    """Learns from a network that no object holds, and that steps put into evaluation mode."""
+
+    def model(self) -> nn.Module:
+        TEACHER.train().requires_grad_(False)
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 2:
+            TEACHER.eval()
+        return super().loss(model, batch) + TEACHER(batch[0]).abs().mean() * super().loss(model, batch)
+
+
+def test_the_mode_of_a_network_in_a_variable_comes_back(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, FromTeacher)) == "exact"
+
+
+class DropsAKey(ZooTask):
+    """Its state has something only later, which it does not take back."""
+
+    threshold: float | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 2:
+            self.threshold = 0.5
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.threshold is None else {"threshold": self.threshold}
+
+
+def test_a_part_of_the_state_that_is_gone_after_loading_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(), tmp_path, DropsAKey)
+    assert "the checkpoint holds threshold of the task, which state_dict() does not return" in capfd.readouterr().err
+
+
+class Relabels(ZooTask):
+    """Its set has other labels in each attempt, but for the last and the first few."""
+
+    times = 0
+
+    def train_data(self) -> Dataset[Any]:
+        inputs, labels = samples()
+        if Relabels.times:
+            labels[10:20] = CLASSES - 1 - labels[10:20]
+        Relabels.times += 1
+        return TensorDataset(inputs, labels)
+
+
+def test_labels_that_are_drawn_anew_in_each_attempt_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(), tmp_path, Relabels)
+    assert "a sample of train_data() has changed since the checkpoint was saved" in capfd.readouterr().err
