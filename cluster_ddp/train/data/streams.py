@@ -87,7 +87,7 @@ class Stream(Protocol):
 
 Warn = Callable[[str], None]
 
-_LOOKED_AT = 16  # samples of a map-style set that are compared between ranks and attempts
+_LOOKED_AT = 4  # samples of a map-style set that are compared between ranks and attempts
 
 
 def open_stream(
