@@ -107,7 +107,8 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
         return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
-        return _stalled(history, number, outcome, f"{idle} attempts in a row ended without a new checkpoint")
+        how = "failed" if history.reports_nothing else "ended without a new checkpoint"
+        return _stalled(history, number, outcome, f"{idle} attempts in a row {how}")
     return Decision("requeue", outcome.why)
 
 

@@ -26,8 +26,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.ra
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
 _POSITIVE_INT = (1 << 31) - 1
-_WATCHED, _KNOWN = 1, 64  # a seed, and how many of the numbers that are drawn after it are known
-_LOOKS = 2  # before and after
+_WATCHED = 748_920_187  # the seed of a generator that is watched; an unusual one
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched for generators, and the longest lists that are searched
 _NOT_SEARCHED = (Tensor, np.ndarray, type, ModuleType, *GENERATORS)
 
@@ -86,58 +85,67 @@ def keep_generators() -> Iterator[None]:
 
 def seed_host(seed: int) -> None:
     """Seed torch's CPU generator, Python's random and NumPy: about 8 us."""
-    _times_seeded[0] += 1
     # torch.manual_seed takes 97 us if CUDA is not initialised; the generator itself takes 1.2 us.
     torch.default_generator.manual_seed(seed)
     _seed_libraries(seed)
 
 
-_times_seeded = [0]  # by `seed_host`, as in each step, so that `Undisturbed` need not draw to see that
-
-
 class HostGenerator(NamedTuple):
-    """A generator that `seed_host` seeds."""
+    """A generator that `seed_host` seeds; `restore` brings it back to the state that `state` returns."""
 
     seed: Callable[[int], object]
     draw: Callable[[], float]
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
 
+
+_TORCH = torch.default_generator
+_DRAWN = torch.empty((), dtype=torch.float64, device="cpu")  # making it anew takes longer than drawing
 
 HOST_GENERATORS = (
-    HostGenerator(torch.default_generator.manual_seed, lambda: torch.rand((), dtype=torch.float64).item()),
-    HostGenerator(lambda seed: random.seed(seed & _HALF_WORD), random.random),
-    HostGenerator(lambda seed: np.random.seed(seed & _HALF_WORD), np.random.random_sample),
-    HostGenerator(lambda seed: _seed_opencv(seed), lambda: _drawn_from_opencv()),
+    HostGenerator(
+        _TORCH.manual_seed,
+        lambda: _DRAWN.uniform_(generator=_TORCH).item(),
+        _TORCH.get_state,
+        _TORCH.set_state,
+    ),
+    HostGenerator(lambda seed: random.seed(seed & _HALF_WORD), random.random, random.getstate, random.setstate),
+    # These are seeded faster than restored.
+    HostGenerator(
+        lambda seed: np.random.seed(seed & _HALF_WORD), np.random.random_sample, lambda: _WATCHED, np.random.seed
+    ),
+    HostGenerator(
+        lambda seed: _seed_opencv(seed), lambda: _drawn_from_opencv(), lambda: _WATCHED, lambda seed: _seed_opencv(seed)
+    ),
 )
 """Torch's on the CPU, Python's random, NumPy and OpenCV: to seed one takes 1 to 20 us, to draw from it 0.1 to 3 us."""
 
 
-class Undisturbed:
-    """Tells whether something draws from a generator that it is not expected to draw from.
+def watch(number: int) -> Callable[[], bool]:
+    """Watch the generator of this number in `HOST_GENERATORS`: 1 to 4 us.
 
-    What a generator returns next is known once it has been seeded. To look at that costs less than to seed it again.
+    Returns
+    -------
+    A function to call once, which says whether nothing has drawn from it, or seeded it, since.
     """
-
-    def __init__(self) -> None:
-        self._left: list[list[float]] = [[] for _ in HOST_GENERATORS]  # what each is known to return, last first
-        self._seeded = [-1] * len(HOST_GENERATORS)  # `_times_seeded` when each was prepared
-
-    def prepare(self, number: int) -> None:
-        """Call before something that may draw from the generator of this number in `HOST_GENERATORS`."""
-        last, self._seeded[number] = self._seeded[number], _times_seeded[0]
-        if last != _times_seeded[0] or len(self._left[number]) < _LOOKS or not self.holds(number):
-            self._left[number] = list(_known_draws(number))
-            HOST_GENERATORS[number].seed(_WATCHED)
-
-    def holds(self, number: int) -> bool:
-        """Whether nothing has drawn from it, or seeded it, since."""
-        return HOST_GENERATORS[number].draw() == self._left[number].pop()
+    generator = HOST_GENERATORS[number]
+    state, following = _watched(number)
+    generator.restore(state)
+    return lambda: generator.draw() == following
 
 
 @functools.cache
-def _known_draws(number: int) -> list[float]:
-    """What this generator returns once it has been seeded, last first."""
-    HOST_GENERATORS[number].seed(_WATCHED)
-    return [HOST_GENERATORS[number].draw() for _ in range(_KNOWN)][::-1]
+def _watched(number: int) -> tuple[Any, float]:
+    """A state of this generator, and what it draws next.
+
+    The state follows a draw: for the first one after being seeded, a generator makes hundreds of numbers.
+    """
+    generator = HOST_GENERATORS[number]
+    generator.seed(_WATCHED)
+    generator.draw()
+    state = generator.state()
+    generator.restore(state)
+    return state, generator.draw()
 
 
 def drawn() -> tuple[float, ...]:

@@ -31,8 +31,10 @@ def test_a_script_that_reports_nothing_has_got_on_whenever_it_was_asked_to_end(r
             say("stopped", number, at=10 * number + 1, step=None, reason="preemption")
         else:
             say("rank-failed", number, at=10 * number + 1, rank=0, host="n1", error="RuntimeError: NCCL error")
-        actions.append(conclude(attempt).action)
+        decision = conclude(attempt)
+        actions.append(decision.action)
     assert actions == ["requeue"] * 7 + ["stall"]
+    assert decision.why.startswith("3 attempts in a row failed; the last error: rank 0 on n1")
 
 
 @pytest.mark.parametrize(("seconds", "action"), [(599, "fail"), (3600, "requeue")])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.randomness import Undisturbed
+from cluster_ddp.train.randomness import seed_host, watch
 
 
 class Drawing(Dataset[Any]):
@@ -48,11 +48,26 @@ def test_samples_are_the_same_whether_all_generators_are_seeded_or_those_in_use(
         assert torch.equal(all_seeded(1, indices), in_use(1, indices))
 
 
-def test_however_often_generators_are_looked_at_it_is_seen_when_something_draws_from_them() -> None:
-    python, numpy_, undisturbed = 1, 2, Undisturbed()
-    for look in range(200):
-        for number in (python, numpy_):
-            undisturbed.prepare(number)
-        if draws := look % 7 == 3:
-            random.random()
-        assert (undisturbed.holds(python), undisturbed.holds(numpy_)) == (not draws, True)
+def test_it_is_seen_when_something_draws_from_a_generator_or_seeds_it_however_often_that_is_looked_at() -> None:
+    def nothing() -> None:
+        return
+
+    def normal_twice() -> None:
+        random.gauss(0.0, 1.0)
+        random.gauss(0.0, 1.0)
+
+    disturbing = {
+        nothing: [],
+        normal_twice: [1],
+        lambda: torch.rand(624): [0],
+        lambda: torch.randn(()): [0],
+        lambda: torch.manual_seed(1): [0],
+        lambda: np.random.normal(): [2],
+        lambda: random.seed(1): [1],
+        lambda: np.random.seed(1): [2],
+        lambda: seed_host(3): [0, 1, 2],
+    }
+    for disturb, expected in [*disturbing.items()] * 40:
+        untouched = [watch(number) for number in range(3)]
+        disturb()
+        assert [number for number, holds in enumerate(untouched) if not holds()] == expected

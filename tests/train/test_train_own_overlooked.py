@@ -128,11 +128,12 @@ class Ring(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("memory", torch.zeros(4, 6))
-        self.place = 0
+        self.register_buffer("labels", torch.empty(0))  # which hides nothing, and changes with nothing
+        self.place = {"row": 0}
 
     def put(self, row: torch.Tensor) -> None:
-        self.memory[self.place % 4] = row
-        self.place += 1
+        self.memory[self.place["row"] % 4] = row
+        self.place["row"] += 1
 
 
 def train_with_a_ring(place: Path) -> None:

@@ -81,6 +81,9 @@ def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple
                 run.log(run.step + 1, {"train/loss": 1.0})
                 if run.end_step():
                     break
+                with run.evaluating():
+                    phases.append(slot.phase)
+                phases.append(slot.phase)
                 run.evaluating()
                 phases.append(slot.phase)
             reached = run.step
@@ -94,7 +97,7 @@ def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple
 def test_stopped_script_goes_on_in_the_next_attempt(run: RunDirectory) -> None:
     [(begun, reached, *_, phases, last)] = run_ranks(script, 1, run.path, 0, 4)
     assert (begun, reached, last) == (0, 5, Phase.DONE)
-    assert phases[:2] == [Phase.TRAINING, Phase.EVALUATING]
+    assert phases[:4] == [Phase.TRAINING, Phase.EVALUATING] * 2
     [(begun, reached, calls, sums, *_)] = run_ranks(script, 1, run.path, 1)
     assert (begun, reached, calls, sums) == (5, STEPS, STEPS, [STEPS] * 2)
     told = [(event["event"], event["step"], event["attempt"], event.get("reason")) for event in read_events(run)]

@@ -31,13 +31,13 @@ from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import (
     HOST_GENERATORS,
     OwnGenerators,
-    Undisturbed,
     derive,
     drawn,
     mix,
     parts_of,
     seed_host,
     seed_one,
+    watch,
 )
 from cluster_ddp.train.state.surroundings import generators_around
 
@@ -86,7 +86,6 @@ class Fetcher:
         self._untouched: Any = None  # a copy of the set before it is read; kept, as some close files when deleted
         # Which of `HOST_GENERATORS` samples draw from: only these are seeded for each sample.
         self._used = _ALL
-        self._undisturbed = Undisturbed()
         self._may_change = False  # whether training may change the rows of a TensorDataset
         self._collates_by_default = getattr(collate, "__func__", collate) in DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
@@ -222,8 +221,7 @@ class Fetcher:
     def _seeded(self, base: int, indices: list[int]) -> list[Any] | None:
         """The samples, each seeded; None if one has drawn from a host generator that was not in use so far."""
         others = [number for number in _ALL if number not in self._used]
-        for number in others:
-            self._undisturbed.prepare(number)
+        untouched = [watch(number) for number in others]
         seeds: list[Callable[[int], object]] = [HOST_GENERATORS[number].seed for number in self._used]
         if self._own or (self._around and self._draws_around is not False):
             seeds.append(self._seed_own)
@@ -234,7 +232,7 @@ class Fetcher:
                 for seed_generator in seeds:
                     seed_generator(seed)
             items.append(self._data[index])
-        if more := [number for number in others if not self._undisturbed.holds(number)]:
+        if more := [number for number, holds in zip(others, untouched, strict=True) if not holds()]:
             self._used += tuple(more)
             return None
         return items

@@ -240,9 +240,15 @@ class ScriptRun:
             self._save()
         return stops
 
-    def evaluating(self) -> None:
-        """Announce an evaluation, so that the hang watchdog does not count it as a step; `begin_step` ends it."""
+    def evaluating(self) -> contextlib.AbstractContextManager[Any]:
+        """Announce an evaluation, so that the hang watchdog does not count it as a step.
+
+        The next step ends it, as does the block of ``with run.evaluating():``.
+        """
+        evaluation = contextlib.ExitStack()
+        evaluation.callback(self._session.beat.enter, self._session.beat.phase)
         self._session.beat.enter(Phase.EVALUATING)
+        return evaluation
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line to metrics.jsonl; all ranks call it, with the same values."""

@@ -316,6 +316,7 @@ class State:
             held = {f"{name}.{key}": tensor for key, tensor in {**module._parameters, **module._buffers}.items()}
             known |= {place_of_tensor(tensor): key for key, tensor in held.items() if tensor is not None}
             known |= {id(module): name} | {id(tensor): key for key, tensor in held.items()}
+        known.pop(None, None)  # that of empty tensors, and of whatever is no tensor
         return Attributes(
             holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read, in_steps=self._in_steps
         )
