@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 import pytest
 from node_process import Node, wait_until
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from cluster_ddp.launch import rendezvous
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.rendezvous import Rendezvous, SignedBackend, Signer, make_rendezvous
 from cluster_ddp.launch.torchrun import option
@@ -147,6 +149,20 @@ def test_who_came_is_told_when_others_did_not(monkeypatch: pytest.MonkeyPatch) -
 def test_a_node_whose_clock_is_wrong_is_not_left_out(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     """The others trained without it, with a world of their own."""
     assert meet(monkeypatch, timedelta(hours=hours)) == [2, 2]
+
+
+def test_agents_meet_where_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.4: it would listen on all addresses by itself."""
+
+    def older(*arguments: Any, master_listen_fd: int | None = None, use_libuv: bool = True, **options: Any) -> TCPStore:
+        if master_listen_fd is None:
+            return TCPStore(*arguments, **options)
+        if use_libuv:
+            raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd.")
+        return TCPStore(*arguments, master_listen_fd=master_listen_fd, use_libuv=False, **options)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", older)
+    assert meet(monkeypatch, timedelta()) == [2, 2]
 
 
 def test_nobody_trains_in_a_smaller_world(monkeypatch: pytest.MonkeyPatch) -> None:
