@@ -3,7 +3,7 @@
 Slurm may send a signal to every process of a step. The agent must survive it, or its ranks could not save:
 
 - It is started with those signals ignored. torchrun installs handlers for some, so it is configured to handle only one
-that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; an older agent that gets SIGTERM gives its ranks 30 s).
+that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; `start_torchrun` takes an older one's handler away).
 - Ignored signals are inherited: a rank ignores them too until it installs its own handlers.
 
 It runs in its own session, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.

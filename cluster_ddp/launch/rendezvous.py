@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hmac
 import ipaddress
 import os
@@ -219,7 +220,8 @@ def _listening_store(address: str, port: int) -> TCPStore:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(_BACKLOG)
-        return TCPStore(
+        make = functools.partial(
+            TCPStore,
             address,
             listener.getsockname()[1],
             is_master=True,
@@ -227,3 +229,7 @@ def _listening_store(address: str, port: int) -> TCPStore:
             timeout=timedelta(seconds=_STORE_SECONDS),
             master_listen_fd=listener.detach(),
         )
+        try:
+            return make()
+        except NotImplementedError:  # libuv, which serves many ranks faster, takes no socket in older torch
+            return make(use_libuv=False)

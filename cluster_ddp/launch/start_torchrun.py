@@ -7,6 +7,7 @@ start only after the agent has imported torch, so time saved here is saved at ea
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def main() -> None:
     """Run torchrun in this process."""
     with gc_paused():
         from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import api
 
         from cluster_ddp.launch.rendezvous import sign_rendezvous
     attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
@@ -28,6 +30,8 @@ def main() -> None:
     if not trains_a_task(sys.argv):  # a script can import the modules next to it, as when it is run directly
         os.environ.pop(SAFE_PATH_VARIABLE, None)
         sys.argv = script_set_apart(sys.argv)
+    # torch before 2.9 handles signals whatever PET_SIGNALS_TO_HANDLE says: the agent goes on ignoring them.
+    api._terminate_process_handler = signal.SIG_IGN  # type: ignore[assignment]
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
     fast_exit(0)

@@ -63,10 +63,10 @@ def derive(*words: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed torch on all devices, Python's random and NumPy. Slow where there is a GPU (100 us or more); for setup."""
-    if torch.accelerator.is_available():
+    if torch.get_device_module() is torch.cpu and not torch.backends.mps.is_available():  # torch 2.4 names no Mac's GPU
+        torch.default_generator.manual_seed(seed)  # the same, without a stack trace for each device that torch knows
+    else:
         torch.manual_seed(seed)
-    else:  # the same, without a stack trace that torch keeps for each device that is not initialised
-        torch.default_generator.manual_seed(seed)
     _seed_libraries(seed)
 
 

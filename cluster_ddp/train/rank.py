@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import IO
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, RankSlot, stacks_beside
@@ -102,7 +101,9 @@ def join_ranks(job: JobSpec) -> None:
     backend = None if job.network.backend == "auto" else job.network.backend
     timeout = resolve(job.network, os.environ).timeout
     if dist.is_initialized() and job.network.timeout is not None:
-        _set_pg_timeout(datetime.timedelta(seconds=timeout))  # private, but there is no public way to change it
+        # Public since torch 2.14, in which the private one warns.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(datetime.timedelta(seconds=timeout))
     setup_distributed(backend, timeout=timeout)
 
 

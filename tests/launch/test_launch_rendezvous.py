@@ -9,8 +9,9 @@ import re
 import stat
 import threading
 from collections.abc import Callable
-from datetime import datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, timezone, tzinfo
 from pathlib import Path
+from typing import Any
 
 import pytest
 from node_process import Node, wait_until
@@ -24,11 +25,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from cluster_ddp.launch import rendezvous
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.rendezvous import Rendezvous, SignedBackend, Signer, make_rendezvous
 from cluster_ddp.launch.torchrun import option
 from cluster_ddp.run.directory import AttemptDirectory
 
+needs_keys = pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch's store does not list its keys")
 Start = Callable[..., Node]
 
 
@@ -60,6 +63,7 @@ def state_keys(store: TCPStore) -> list[str]:
     return [name for name in names if re.fullmatch(r"torch\.rendezvous\.[^./]*", name) and len(store.get(name)) > 100]
 
 
+@needs_keys
 def test_what_a_stranger_puts_into_the_store_is_never_unpickled(start_node: Start, tmp_path: Path) -> None:
     done = tmp_path / "done"
     node = start_node("plain_rank.py", nodes=2)  # it waits for the other one
@@ -73,6 +77,7 @@ def test_what_a_stranger_puts_into_the_store_is_never_unpickled(start_node: Star
     assert "not signed with this attempt's key" in failed["error"] and "not signed" in err
 
 
+@needs_keys
 def test_the_key_is_nobody_elses_to_read_and_the_id_in_the_store_cannot_be_guessed(start_node: Start) -> None:
     node = start_node("plain_rank.py", nodes=2)
     store = wait_until("the store", lambda: connected(*endpoint(node)))
@@ -112,6 +117,11 @@ def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta, **options: int) -> 
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime.now(tz) - (behind if threading.current_thread().name == "behind" else timedelta())
 
+        @classmethod
+        def utcnow(cls) -> datetime:  # type: ignore[override]
+            """For torch 2.4."""
+            return cls.now(timezone.utc).replace(tzinfo=None)
+
     monkeypatch.setattr(dynamic_rendezvous, "datetime", Clock)
     signer, port = Signer(b"k" * 32), free_port()
     found: dict[str, int | Exception] = {}
@@ -147,6 +157,20 @@ def test_who_came_is_told_when_others_did_not(monkeypatch: pytest.MonkeyPatch) -
 def test_a_node_whose_clock_is_wrong_is_not_left_out(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     """The others trained without it, with a world of their own."""
     assert meet(monkeypatch, timedelta(hours=hours)) == [2, 2]
+
+
+def test_agents_meet_where_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.4: it would listen on all addresses by itself."""
+
+    def older(*arguments: Any, master_listen_fd: int | None = None, use_libuv: bool = True, **options: Any) -> TCPStore:
+        if master_listen_fd is None:
+            return TCPStore(*arguments, **options)
+        if use_libuv:
+            raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd.")
+        return TCPStore(*arguments, master_listen_fd=master_listen_fd, use_libuv=False, **options)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", older)
+    assert meet(monkeypatch, timedelta()) == [2, 2]
 
 
 def test_nobody_trains_in_a_smaller_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_ranks import IS_DYNAMO_DEFERRED
 
 from cluster_ddp.launch.variables import RUN_VARIABLE
+
+pytestmark = pytest.mark.skipif(not IS_DYNAMO_DEFERRED, reason="this torch's optimizers need its compiler")
 
 PROGRAM = """
 import sys

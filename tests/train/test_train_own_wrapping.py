@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
@@ -25,6 +25,11 @@ from cluster_ddp.train.own.passed_in import PassedIn
 
 def refused() -> list[str]:
     """What is said of a model in each kind of FSDP, and of an optimizer that averages the weights now and then."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        from torch.distributed._composable.fsdp import fully_shard  # of torch before 2.6
+
     whole = DistributedDataParallel(nn.Linear(4, 4))
     averager = PeriodicModelAverager(period=4)
     handed = {

@@ -20,6 +20,7 @@ from train_tasks import Everything, Plain, job, new_run, train
 
 from cluster_ddp.job import BatchPlan
 from cluster_ddp.run.reading import parse_lines
+from cluster_ddp.train import rank
 from cluster_ddp.train.data.streams import MapStream
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.ema import Ema
@@ -128,6 +129,16 @@ def test_the_group_has_the_job_files_backend_and_timeout(monkeypatch: pytest.Mon
         join_ranks(job(network={"backend": backend, "timeout": "17m"}))
     limit = datetime.timedelta(minutes=17)
     assert asked == [("gloo", limit), ("gloo", limit), ("cpu:gloo,cuda:nccl", limit)]
+
+
+def test_a_group_gets_its_timeout_in_the_public_way_where_torch_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.14, in which the private way warns."""
+    asked: list[datetime.timedelta] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "set_timeout", asked.append, raising=False)
+    monkeypatch.setattr(rank, "setup_distributed", lambda *_, **__: None)
+    join_ranks(job(network={"timeout": "17m"}))
+    assert asked == [datetime.timedelta(minutes=17)]
 
 
 def test_a_single_process_uses_a_macs_gpu_and_several_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

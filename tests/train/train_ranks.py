@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -17,9 +18,13 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
 
+# Before it, torch loads its compiler for the first step of any optimizer.
+IS_DYNAMO_DEFERRED = "wrapping" in inspect.getsource(torch._compile)
 _SECONDS = 600  # only guards against hanging
 _SECONDS_AFTER_A_FAILURE = 60
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -225,6 +226,12 @@ class InFewBits(nn.Module):
         return self.layers(inputs * self.factor.float())
 
 
+def _float4() -> torch.dtype:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no such numbers")
+    return torch.float4_e2m1fn_x2
+
+
 def _quantization_aware(config: str, *, batch: bool = False) -> nn.Module:
     """With observers, some of which take their shape from the first batch: `batch` says whether model() runs one."""
     from torch.ao import quantization
@@ -294,7 +301,7 @@ REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
             "complex128 buffer", "lambda in state_dict",
         )
     },
-    "float4 buffer": partial(InFewBits, torch.float4_e2m1fn_x2),
+    "float4 buffer": lambda: InFewBits(_float4()),
     "float8 parameter, trained": partial(InFewBits, torch.float8_e4m3fn, trained=True),
     "quantization-aware, per channel": partial(_quantization_aware, "fbgemm"),
     "pruned": _pruned,
