@@ -8,10 +8,11 @@ import itertools
 import operator
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.plan import memory_of
 from cluster_ddp.train.data.fingerprint import drawn_to
@@ -54,3 +55,14 @@ def place_of_tensor(tensor: Tensor) -> tuple[object, ...] | None:
     """What is the same for another view of all of the tensor, such as its ``.data``; None if it has no memory."""
     is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
     return memory_of(tensor) if is_plain else None
+
+
+def names_in(modules: Mapping[str, nn.Module]) -> dict[Any, str]:
+    """The names of modules and of their parameters and buffers, by id, and of these by their places as well."""
+    names: dict[Any, str] = {}
+    for name, module in modules.items():
+        held = {f"{name}.{key}": tensor for key, tensor in {**module._parameters, **module._buffers}.items()}
+        names |= {place_of_tensor(tensor): key for key, tensor in held.items() if tensor is not None}
+        names |= {id(module): name} | {id(tensor): key for key, tensor in held.items()}
+    names.pop(None, None)  # that of empty tensors
+    return names

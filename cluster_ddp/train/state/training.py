@@ -36,7 +36,7 @@ from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
-from cluster_ddp.train.state.places import place_of_tensor
+from cluster_ddp.train.state.places import names_in
 from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
@@ -311,19 +311,9 @@ class State:
             holders |= {f"the model given to loss().{key}": value for key, value in own.items()}
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
-        known: dict[Any, str] = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
-        for name, module in modules.items():
-            held = {f"{name}.{key}": tensor for key, tensor in {**module._parameters, **module._buffers}.items()}
-            known |= {place_of_tensor(tensor): key for key, tensor in held.items() if tensor is not None}
-            known |= {id(module): name} | {id(tensor): key for key, tensor in held.items()}
-        known.pop(None, None)  # that of empty tensors, and of whatever is no tensor
-        return Attributes(
-            holders, known, seeded=self._seeded, earlier=self._watch.latest, read=self._read, in_steps=self._in_steps
-        )
-
-    def _in_steps(self, name: str) -> bool:
-        """Whether the code of steps uses an attribute of this name."""
-        return self._code_of_steps.mentions(name)
+        known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task", **names_in(modules)}
+        latest, in_steps = self._watch.latest, lambda name: self._code_of_steps.mentions(name)
+        return Attributes(holders, known, seeded=self._seeded, earlier=latest, read=self._read, in_steps=in_steps)
 
     @functools.cached_property
     def _code_of_steps(self) -> Source:
