@@ -184,7 +184,7 @@ def test_the_timeout_is_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names threads as Linux shows them")
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="the Gloo of torch before 2.9 gives its threads no names")
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="the Gloo of older torch gives its threads no names")
 def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
     """One that wants Python's lock then would abort the process; here a model of the script's own lives to the end."""
     program = (

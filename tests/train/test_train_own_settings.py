@@ -85,7 +85,7 @@ def late(place: Path) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="the Gloo of torch before 2.9 keeps its first timeout")
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="the Gloo of older torch keeps its first timeout")
 def test_the_timeout_holds_in_a_group_that_the_program_has_made(tmp_path: Path) -> None:
     run = new_run(tmp_path, network=NetworkSpec(timeout=2))
     waited, _ = run_ranks(late, 2, run.path)
