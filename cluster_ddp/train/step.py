@@ -41,12 +41,13 @@ class Gradients:
         self.last: Tensor | float = 0.0  # the loss of the last micro-batch; a float on the CPU
         self.is_computed = True  # whether that loss has a graph: a task may return a zero while it trains by itself
         self._parameters = parameters
+        self._smallest_first = sorted(filter(Tensor.numel, parameters), key=Tensor.numel)
         self._scaler = scaler
         self._world_size = world_size
         self._on_cpu = device.type == "cpu"
         self._compressed = compressed and world_size > 1
         self._weight: Tensor | None = None
-        self._intact: Tensor | None = None  # on a GPU: NaN if a loss of this step is not finite
+        self._spoilt: Tensor | None = None  # on a GPU: 0, or NaN if a loss of this step is not finite
         self._sums: list[dist.Work] = []  # pending all-reduces of the two above
 
     def backward(self, loss: Any, micro: MicroBatch, log: StepLoss | None) -> None:
@@ -76,10 +77,18 @@ class Gradients:
         self._sums.clear()
         if self._weight is not None:
             _multiply(gradients_of(self._parameters), 1.0 / self._weight)
-        elif self._intact is not None:
-            for gradient in gradients_of(self._parameters)[:1]:
-                gradient.mul_(_one_or_nan(self._intact))
-        self._weight = self._intact = None
+        elif self._spoilt is not None:
+            self._spoil(self._spoilt)
+        self._weight = self._spoilt = None
+
+    def _spoil(self, zero_or_nan: Tensor) -> None:
+        """Make one gradient NaN if the number is, else leave its bits: the smallest, because it is read and written.
+
+        A sparse one may have no elements.
+        """
+        gradients = gradients_of(self._smallest_first)
+        if gradients:
+            min(gradients, key=lambda gradient: gradient.is_sparse).mul_(zero_or_nan + 1.0)
 
     def _weighed(self, loss: tuple[Any, ...], micro: MicroBatch, log: StepLoss | None) -> Tensor:
         """Return the sum of a (sum, weight) pair; add the weight up over the micro-batches, then over the ranks."""
@@ -96,7 +105,7 @@ class Gradients:
         if log is not None:
             log.add(total.detach() * counts, weight)
         if not self._on_cpu:
-            weight = weight * _one_or_nan(total)
+            weight = weight + _zero_or_nan(total)
         self._weight = weight if self._weight is None else self._weight + weight
         if micro.last and self._world_size > 1:
             self._sum_over_ranks(self._weight)
@@ -133,10 +142,10 @@ class Gradients:
         """Run the backward pass without reading the loss on the host; `finish` makes a gradient NaN if needed."""
         self.last = total.detach()
         if self._weight is None:  # otherwise the weight carries it
-            intact = _one_or_nan(total)
-            self._intact = intact if self._intact is None else self._intact * intact
+            spoilt = _zero_or_nan(total)
+            self._spoilt = spoilt if self._spoilt is None else self._spoilt + spoilt
             if last and self._world_size > 1:
-                self._sum_over_ranks(self._intact)
+                self._sum_over_ranks(self._spoilt)
         self._go_backward(total, factor)
 
     def _go_backward(self, total: Tensor, factor: Tensor | float) -> None:
@@ -180,9 +189,9 @@ def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def _one_or_nan(value: Tensor) -> Tensor:
+def _zero_or_nan(value: Tensor) -> Tensor:
     detached = value.detach()
-    return detached - detached + 1.0
+    return detached - detached
 
 
 def scalar_loss(loss: Any) -> Tensor:

@@ -176,7 +176,7 @@ class Update:
         """Check the gradients by their norm if it is known, else one by one."""
         if self._clip_norm is not None and self.norm is not None:
             if self._on_device:
-                return (~torch.isfinite(self.norm)).float()
+                return _one_unless_finite(self.norm)
             return not math.isfinite(self.norm.item())
         gradients = gradients_of(self._parameters)
         if not gradients:
@@ -207,7 +207,12 @@ def any_not_finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
     values = [found for gradient in gradients if (found := _values(gradient)).numel()]  # an empty one has no maximum
     if not values:
         return gradients[0].new_zeros((), dtype=torch.float32)
-    return (~torch.isfinite(torch.stack(torch._foreach_norm(values, math.inf))).all()).float()
+    return _one_unless_finite(torch.stack(torch._foreach_norm(values, math.inf)).amax())  # NaN if one is
+
+
+def _one_unless_finite(number: Tensor) -> Tensor:
+    """1.0 if it is an infinity or NaN, else 0.0; two kernels, where `torch.isfinite` alone takes four."""
+    return (number - number).ne_(0.0).float()
 
 
 def _values(gradient: Tensor) -> Tensor:
@@ -220,7 +225,8 @@ class _Tally:
     def __init__(self) -> None:
         self.skipped = 0
         self.in_a_row = 0
-        self._under_way: HostCopy | None = None
+        self._copy: HostCopy | None = None
+        self._is_under_way = False
 
     def count(self, was_skipped: bool) -> None:
         self.skipped += was_skipped
@@ -228,10 +234,14 @@ class _Tally:
 
     def count_later(self, was_skipped: Tensor) -> None:
         self.read()
-        self._under_way = HostCopy(was_skipped.reshape(1))
+        if self._copy is None:
+            self._copy = HostCopy(was_skipped.reshape(1))
+        else:
+            self._copy.take(was_skipped.reshape(1))
+        self._is_under_way = True
 
     def read(self) -> None:
-        if self._under_way is not None:
-            (was_skipped,) = self._under_way.read()
-            self._under_way = None
+        if self._copy is not None and self._is_under_way:
+            (was_skipped,) = self._copy.read()
+            self._is_under_way = False
             self.count(was_skipped != 0.0)

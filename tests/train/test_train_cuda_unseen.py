@@ -17,15 +17,16 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.optim import NAdam
 
 from cluster_ddp.checkpoint.plan import describe, make_plan
-from cluster_ddp.checkpoint.replicas import tensor_digests
+from cluster_ddp.checkpoint.replicas import _sum, _sum_on_host, tensor_digests
 from cluster_ddp.train.data.loader import to_device
 from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.metrics.log import copies_for_log
 from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.packing import Packer, Unpacker, comparable
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients
-from cluster_ddp.train.update import any_not_finite_on_device
+from cluster_ddp.train.update import Update, _Tally, any_not_finite_on_device
 
 
 def test_ranks_compare_tensors_of_which_some_are_on_the_cpu() -> None:
@@ -72,10 +73,56 @@ def test_the_order_of_sets_does_not_count_at_any_depth() -> None:
     assert comparable(packed("a", "b")) != comparable(packed("a", "d"))
 
 
-@pytest.mark.parametrize(("last", "bad"), [(1.0, 0.0), (math.inf, 1.0), (None, 0.0)])
-def test_an_empty_parameter_has_finite_gradients(last: float | None, bad: float) -> None:
-    gradients = [torch.empty(0, 3), *([] if last is None else [torch.tensor([0.0, last])])]
-    assert any_not_finite_on_device(gradients).item() == bad
+@pytest.mark.parametrize(
+    ("last", "bad"), [(1.0, 0.0), (3e38, 0.0), (math.inf, 1.0), (-math.inf, 1.0), (math.nan, 1.0), (None, 0.0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_parameter_has_finite_gradients(last: float | None, bad: float, dtype: torch.dtype) -> None:
+    others = [torch.empty(0, 3, dtype=dtype), torch.full((2,), -3e38, dtype=dtype)]
+    found = any_not_finite_on_device([*others, *([] if last is None else [torch.tensor([0.0, last], dtype=dtype)])])
+    assert found.item() == bad and found.dtype is torch.float32 and not found.shape
+
+
+def test_a_loss_that_is_not_finite_spoils_the_smallest_gradient_that_can_show_it() -> None:
+    """Of a loss whose backward pass hides it; and the gradients of any other loss keep their bits."""
+    table, weight = nn.Embedding(9, 2, sparse=True).weight, nn.Parameter(torch.ones(3))
+    small, empty = nn.Parameter(torch.tensor([-0.0, 1.0])), nn.Parameter(torch.ones(0))
+    micro = MicroBatch(step=0, epoch=0, number=0, last=True, indices=np.arange(3), samples=3, global_batch=3)
+    for parameters, spoilt in (([table, weight, small, empty], small), ([table, empty], table)):
+        gradients = Gradients(parameters, None, world_size=1, device=torch.device("cuda"))
+        for hidden, is_spoilt in ((0.0, False), (math.inf, True), (math.nan, True)):
+            for parameter in (table, weight, small, empty):
+                parameter.grad = None
+            total = nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum() + weight.sum() + empty.sum()
+            gradients.backward(total + (small * torch.tensor([-0.0, 1.0])).sum() + hidden, micro, None)
+            gradients.finish()
+            for parameter in parameters:
+                assert parameter.grad is not None
+                assert bool(parameter.grad.to_dense().isnan().any()) == (is_spoilt and parameter is spoilt)
+            assert is_spoilt or (small.grad is not None and small.grad.signbit().tolist() == [True, False])
+
+
+def test_skipped_updates_are_counted_when_the_next_verdict_arrives() -> None:
+    tally, counted = _Tally(), list[tuple[int, int]]()
+    for was_skipped in (0.0, 1.0, 1.0, 0.0, 1.0):
+        tally.count_later(torch.tensor(was_skipped))
+        counted.append((tally.skipped, tally.in_a_row))
+    tally.read()
+    tally.read()
+    assert [*counted, (tally.skipped, tally.in_a_row)] == [(0, 0), (0, 0), (1, 1), (2, 2), (2, 0), (3, 1)]
+
+
+def test_the_scale_of_fp16_is_logged_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", None)
+    scaler, weight = torch.amp.GradScaler("cpu", init_scale=8.0), nn.Parameter(torch.ones(2))
+    update = Update(torch.optim.SGD([weight], lr=0.1), [weight], clip_norm=None, scaler=scaler)
+    assert copies_for_log(update, torch.device("cpu"))["scale"].read() == [8.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
+def test_a_copy_on_the_host_has_the_sum_of_the_bits_on_the_device(dtype: torch.dtype) -> None:
+    for numbers in (torch.randn(5, 1000) * 100, torch.ones(()), torch.ones(0, 3), -torch.ones(70_000)):
+        assert _sum_on_host(numbers.to(dtype)) == int(_sum(numbers.to(dtype)))
 
 
 def test_generators_of_other_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

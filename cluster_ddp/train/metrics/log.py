@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.job import JobSpec
@@ -76,7 +76,7 @@ class _Row(NamedTuple):
     measured: float
     loss: StepLoss
     values: dict[str, float]
-    norm: HostCopy | None
+    copies: dict[str, HostCopy]  # values on their way from the device
 
 
 class Log:
@@ -151,8 +151,8 @@ class Log:
             self._id_file.write(json.dumps({"step": step, "ids": self._ids}))
             self._ids = []
         if self.step_loss is not None:
-            norm = HostCopy(update.norm.reshape(1)) if update.norm is not None else None
-            self._rows.append(_Row(step, epoch, time.time(), self.step_loss, self._measured(step, update, lr), norm))
+            values, copies = self._measured(step, update, lr), copies_for_log(update, self._device)
+            self._rows.append(_Row(step, epoch, time.time(), self.step_loss, values, copies))
 
     def exchange(self) -> None:
         """Pass on the losses exchanged last time, and start summing those since, without waiting for them.
@@ -197,8 +197,7 @@ class Log:
         self._report.show(row.step, row.epoch, values)
 
     def _keep(self, row: _Row, values: dict[str, float]) -> dict[str, float]:
-        if row.norm is not None:
-            values = {**values, "grad_norm": row.norm.read()[0]}
+        values = {**values, **{name: copy.read()[0] for name, copy in row.copies.items()}}
         samples = self._stream.consumed(row.step)
         self._report.log(step=row.step, samples=samples, epoch=row.epoch, values=values, measured=row.measured)
         return values
@@ -220,11 +219,19 @@ class Log:
             values["communication_wait"] = min(1.0, communication_seconds(self._wrapped) / values["seconds_per_step"])
         if self._device.type == "cuda":
             values["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
-        if update.scaler is not None:
-            values["scale"] = update.scaler.get_scale()
         if update.scaler is not None or update.skipped:
             values["skipped_updates"] = float(update.skipped)
         return values
+
+
+def copies_for_log(update: Update, device: torch.device) -> dict[str, HostCopy]:
+    """Start copying to the host what an update leaves on the device and is logged."""
+    found: dict[str, Tensor] = {}
+    if update.scaler is not None:
+        found["scale"] = update.scaler.scale(torch.ones(1, device=device))  # get_scale() waits for the device
+    if update.norm is not None:
+        found["grad_norm"] = update.norm.reshape(1)
+    return {name: HostCopy(tensor) for name, tensor in found.items()}
 
 
 class Speed:

@@ -14,14 +14,20 @@ class HostCopy:
     """The values of a small tensor, copied to the host in the background; read them a step later."""
 
     def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor.detach()
         self._arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values.copy_(tensor.detach(), non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
+            self.take(tensor)
+
+    def take(self, tensor: Tensor) -> None:
+        """Copy another tensor of this shape and dtype, once the values of the one before have been read."""
+        if self._arrived is None:
             self._values = tensor.detach()
+        else:
+            self._values.copy_(tensor.detach(), non_blocking=True)
+            self._arrived.record()
 
     def read(self) -> list[float]:
         """The values of a one-dimensional tensor."""
