@@ -45,7 +45,11 @@ SAVES = 3
 
 
 class Clock:
-    """Takes the time at the first step that counts and at the last; between them `profile`, if any, is on."""
+    """Takes the time at the first step that counts and at the last; between them `profile`, if any, is on.
+
+    `ahead` is how many seconds of work the GPU still had to do when the host began the last step. If that is less than
+    a step or so, the GPU waits for the host, not the host for the GPU.
+    """
 
     def __init__(self, steps: int, profile: torch.profiler.profile | None = None) -> None:
         self._at = (SETTLING_STEPS, SETTLING_STEPS + steps)
@@ -53,14 +57,17 @@ class Clock:
         self._profile = profile
         self._begun = 0
         self._times: list[float] = []
+        self.ahead = 0.0
 
     def tick(self) -> None:
         """Call at the begin of each step."""
         if self._begun in self._at:
             if self._begun == SETTLING_STEPS:
                 _await_preparations()
+            begun = time.perf_counter()
             torch.cuda.synchronize()
             self._times.append(time.perf_counter())
+            self.ahead = self._times[-1] - begun
             if self._profile is not None:
                 self._profile.start() if len(self._times) == 1 else self._profile.stop()
         self._begun += 1
@@ -112,8 +119,8 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def bare_loop(data: TensorDataset, steps: int, profile: torch.profiler.profile | None = None) -> float:
-    """Write the loop by hand, with pinned batches; samples per second."""
+def bare_loop(data: TensorDataset, steps: int, profile: torch.profiler.profile | None = None) -> Clock:
+    """Write the loop by hand, with pinned batches."""
     clock = Clock(steps, profile)
     features, classes = data.tensors
     model = network().cuda()
@@ -131,7 +138,7 @@ def bare_loop(data: TensorDataset, steps: int, profile: torch.profiler.profile |
             loss = F.cross_entropy(model(inputs), wanted)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return clock.samples_per_second
+    return clock
 
 
 def this_trainer(
@@ -141,8 +148,8 @@ def this_trainer(
     *,
     saves: int = 0,
     folder: Path | None = None,
-) -> float:
-    """Use this package's Trainer with its defaults, in a run directory; samples per second."""
+) -> Clock:
+    """Use this package's Trainer with its defaults, in a run directory."""
     clock = Clock(steps, profile)
     settings = {"steps": SETTLING_STEPS + steps + 1, "batch_size": BATCH, "precision": "bf16"}
     sections = {"checkpoint": {"every_steps": steps // saves}} if saves else {}
@@ -153,7 +160,7 @@ def this_trainer(
         begin_attempt(run, host="localhost", pid=os.getpid(), nodes=1, procs=1)
         with contextlib.redirect_stderr(nowhere):  # that no checkpoint contains the clock
             Trainer(job, Wide(data, clock), run).run()
-    return clock.samples_per_second
+    return clock
 
 
 def made_data() -> TensorDataset:
@@ -169,7 +176,7 @@ def show_profile(steps: int) -> None:
     for train in (bare_loop, this_trainer):
         train(data, steps)
         profile = torch.profiler.profile()
-        speed = train(data, steps, profile)
+        speed = train(data, steps, profile).samples_per_second
         rows = profile.key_averages()
         print(f"\n{train.__name__}: {1e6 * BATCH / speed:,.0f} us per step while profiled")
         for place, time_of in (("GPU", "self_device_time_total"), ("host", "self_cpu_time_total")):
@@ -180,16 +187,19 @@ def show_profile(steps: int) -> None:
 
 
 def show(rounds: int, steps: int, folder: Path | None = None) -> None:
-    """Measure in turn and print two lines; nothing where there is no GPU."""
+    """Measure in turn and print four lines; nothing where there is no GPU."""
     if not torch.cuda.is_available():
         return
     data = made_data()
-    figures = []
+    figures, aheads = list[tuple[float, ...]](), list[tuple[float, ...]]()
     for _ in range(rounds + 1):
-        loops = bare_loop(data, steps), this_trainer(data, steps)
-        figures.append((*loops, this_trainer(data, steps, saves=SAVES, folder=folder)))
-    del figures[0]  # it warms up
+        clocks = bare_loop(data, steps), this_trainer(data, steps)
+        saving_clock = this_trainer(data, steps, saves=SAVES, folder=folder)
+        figures.append(tuple(clock.samples_per_second for clock in (*clocks, saving_clock)))
+        aheads.append(tuple(clock.ahead for clock in clocks))
+    del figures[0], aheads[0]  # it warms up
     bare, trainer, saving = (statistics.median(column) for column in zip(*figures, strict=True))
+    ahead = [f"{1000 * statistics.median(column):.1f} ms" for column in zip(*aheads, strict=True)]
     ratios = [mine / by_hand for by_hand, mine, _ in figures]
     costs = [steps * BATCH * (1 / saved - 1 / unsaved) / SAVES * 1000 for _, unsaved, saved in figures]
     print(f"\nbf16 on one {torch.cuda.get_device_name()}, {rounds} rounds of {steps} steps each, samples per second")
@@ -197,6 +207,7 @@ def show(rounds: int, steps: int, folder: Path | None = None) -> None:
         f"bare loop {bare:,.0f}   this Trainer {trainer:,.0f}   "
         f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     )
+    print(f"the host is ahead of the GPU by {ahead[0]} in the bare loop, by {ahead[1]} in this Trainer")
     print(
         f"with {SAVES} saves {saving:,.0f}   a save costs {statistics.median(costs):+.1f} ms "
         f"({min(costs):+.1f} to {max(costs):+.1f}) where a step takes {1000 * BATCH / trainer:.2f} ms"
