@@ -110,7 +110,7 @@ class Fetcher:
             self._find_generators()
         places = indices if self._positions is None else self._positions[indices]
         if epoch == LOOK:
-            return self._look(places)
+            return self._watched(lambda: self._look(places))
         if not self.is_tried:
             self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
