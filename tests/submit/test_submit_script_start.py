@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from stage import CRASH, Stage
+from stage import CHECKOUT, CRASH, Stage
 
 from cluster_ddp.run import runs
 from cluster_ddp.run.directory import RunDirectory
@@ -87,6 +88,15 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
     assert "no Python with cluster_ddp starts on node-b" in stage.output
     assert stage.requeues() == requeues
     assert not stage.calls("srun")
+
+
+def test_a_host_whose_python_lacks_pydantic_is_left_for_another_before_an_attempt_begins(stage: Stage) -> None:
+    (stage.bin / "pydantic.py").write_text("raise ModuleNotFoundError(\"No module named 'pydantic'\")\n")
+    stage.does(**{"python.sh": f'exec env PYTHONPATH={CHECKOUT}:{stage.bin} {sys.executable} "$@"'})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(), SLURM_RESTART_COUNT="1") == 1
+    assert "launch.python; ModuleNotFoundError: No module named 'pydantic'" in stage.output
+    assert stage.requeues() == ["77"]
 
 
 @pytest.mark.parametrize(
