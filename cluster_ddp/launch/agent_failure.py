@@ -22,8 +22,8 @@ _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|
 # torchrun's own summaries of an error that is printed above them.
 _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
 _CAME = re.compile(rf"{HAVE_COME}([\w., -]+)")
-_TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
-_MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
+TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
+MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             f"the address of the first node, {host}, does not resolve here: {words}; see its /etc/hosts and DNS",
             suspect=True,
         )
-    if _TOO_MANY_FILES.search(words):
+    if TOO_MANY_FILES.search(words):
         return AgentFailure(
-            f"torchrun gave up before there were ranks: {words}; {_MORE_FILES}", node_allows_fewer_files()
+            f"torchrun gave up before there were ranks: {words}; {MORE_FILES}", node_allows_fewer_files()
         )
     if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
         return AgentFailure(
@@ -84,7 +84,7 @@ def explain(error: Exception, run: RunDirectory) -> str:
             return f"{error}; free some space there: files left by other jobs use the node's memory"
         return f"{error}; make room there (a quota counts, too), or set TMPDIR to another folder"
     if error.errno == errno.EMFILE:
-        return f"{error}; {_MORE_FILES}"
+        return f"{error}; {MORE_FILES}"
     if str(error.filename or "").startswith(str(run.path)):
         return f"{error}; the runs folder {_SHARED}"
     return str(error)

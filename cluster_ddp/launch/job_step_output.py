@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from cluster_ddp.launch.agent_failure import TOO_MANY_FILES
 from cluster_ddp.printing import pass_on
 
 LABEL = "--label"
@@ -53,7 +54,8 @@ class JobStepOutput:
     Attributes
     ----------
     own_error
-        The first error that srun reported about itself rather than a task; None if there was none.
+        The first error that srun reported about itself rather than a task; None if there was none. A lack of open
+        files takes precedence: other errors of srun, such as one of authentication, may come from it.
     cancelled
         Whether the step was ended before any of its tasks: from outside, as by ``scancel JOB.STEP``.
     """
@@ -99,8 +101,9 @@ class JobStepOutput:
             self._exits.append((exited["hosts"], exited["tasks"], exited["how"]))
         elif refused := _NOT_LAUNCHED.match(line):
             self._exits.append((refused["host"], "", f"the task was not launched: {refused['how']}"))
-        elif self.own_error is None and (own := _OWN.match(line)):
-            self.own_error = own["what"]
+        elif own := _OWN.match(line):
+            if self.own_error is None or TOO_MANY_FILES.search(own["what"]):
+                self.own_error = own["what"]
         elif line.startswith(_ABORTED):
             self.cancelled = self.cancelled or not (self._exits or self.own_error)
         elif self._labelled and (task := _LABELLED.fullmatch(line)):

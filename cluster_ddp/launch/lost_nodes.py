@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster_ddp.launch.agent_failure import MORE_FILES, TOO_MANY_FILES
 from cluster_ddp.launch.running_job_step import START_SECONDS, RunningJobStep
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import (
@@ -92,8 +93,14 @@ def record_failed_nodes(
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
     if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
         failed = dict.fromkeys(hosts, "it never reported that it had started")
-    if not failed and not spoke and job_step.output.own_error and read_stop(attempt) is None:
-        error = f"srun started nothing: {job_step.output.own_error}"
+    own_error = job_step.output.own_error or ""
+    lacks_files = not spoke and bool(TOO_MANY_FILES.search(own_error))
+    if lacks_files:  # srun itself, on the batch host: the nodes that it could not reach are not to blame
+        failed = {}
+    if not failed and not spoke and own_error and read_stop(attempt) is None:
+        error = f"srun started nothing: {own_error}"
+        if lacks_files:
+            error += f"; {MORE_FILES}"
         if "option '--container-" in error:
             error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)

@@ -13,6 +13,7 @@ from stage import CHECKOUT, CRASH, Stage
 
 from cluster_ddp.run import runs
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import NODE_FAILED, read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.submit.preamble import TRIES
 
@@ -348,3 +349,16 @@ def test_a_cluster_without_pyxis_is_told_of(stage: Stage) -> None:
     assert stage.perform(stage.write(launch={"container": container}), SLURMD_NODENAME="node-b") == 0, stage.output
     assert "srun started nothing: unrecognized option '--container-image" in stage.status()["reason"]
     assert "pyxis needs that plugin" in stage.status()["reason"]
+
+
+def test_an_srun_without_files_to_open_blames_no_node(stage: Stage) -> None:
+    lines = (
+        "Munge encode failed: Failed to create socket: Too many open files",
+        "Task launch for StepId=77.0 failed on node node-b: Protocol authentication error",
+    )
+    said = "; ".join(f"echo 'srun: error: {line}' >&2" for line in lines)
+    stage.does(**{"training.sh": f"{said}; exit 1"})
+    assert stage.perform(stage.write(), SLURMD_NODENAME="node-b") == 0, stage.output
+    (failed,) = [event for event in read_events(RunDirectory(stage.run)) if event["event"] == NODE_FAILED]
+    assert not failed["suspect"]
+    assert f"srun started nothing: {lines[0]}; raise the limit in a line of launch.setup" in failed["error"]
