@@ -38,9 +38,7 @@ class AgentFailure:
 def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: float) -> AgentFailure:
     """Find the reason at the end of an agent's log."""
     lines = last_lines(log, _LOG_LINES)
-    errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
-    own = [error for error in errors if not _SUMMARY.match(error)]
-    words = ((own or errors or lines or [""])[-1])[:_MAX_WORDS]
+    words, own = _last_error(lines)
     host, _, port = endpoint.rpartition(":")
     everything = "\n".join(lines)
     if re.search(r"EADDRINUSE|address already in use", everything, re.IGNORECASE):
@@ -71,6 +69,20 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
     if status is not None and status < 0 and not own:
         return AgentFailure(f"torchrun was killed by signal {-status} before there were ranks", suspect=True)
     return AgentFailure(f"torchrun gave up before there were ranks: {words or 'its log is empty'}", suspect=True)
+
+
+def lost_connection(log: Path, endpoint: str) -> str:
+    """Say why an agent gave up although no rank had failed: only its connection to the others keeps it going."""
+    words, _ = _last_error(last_lines(log, _LOG_LINES))
+    said = words or "its log is empty"
+    return f"torchrun gave up, and its ranks with it: {said}; the network between it and {endpoint} may have failed"
+
+
+def _last_error(lines: list[str]) -> tuple[str, bool]:
+    """Return the last error in an agent's log, and whether it is more than a summary of others."""
+    errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
+    own = [error for error in errors if not _SUMMARY.match(error)]
+    return ((own or errors or lines or [""])[-1])[:_MAX_WORDS], bool(own)
 
 
 def explain(error: Exception, run: RunDirectory) -> str:
