@@ -108,6 +108,7 @@ def test_a_host_whose_python_lacks_pydantic_is_left_for_another_before_an_attemp
             "No module named 'cl",
         ),
         ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
+        ("export PYTHONHOME=/nowhere", "launch.python; ModuleNotFoundError: No module named 'encodings' (see"),
     ],
 )
 def test_why_python_does_not_start_is_told(stage: Stage, python: str, said: str) -> None:
