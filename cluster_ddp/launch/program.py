@@ -365,8 +365,10 @@ class NodeProgram:
         exits = self._output.exits
         if exits.failed or not exits.ended_by_agent:
             return
-        time.sleep(_FIRST_TO_RECORD_SECONDS)  # what failed elsewhere is the cause
-        if self._of_attempt(events.FAILED, events.RANK_FAILED, events.NODE_FAILED, events.HANG):
+        time.sleep(_FIRST_TO_RECORD_SECONDS)  # what failed elsewhere is the cause, or a stop
+        self._stopping.poll()
+        told = self._of_attempt(events.FAILED, events.RANK_FAILED, events.NODE_FAILED, events.HANG)
+        if told or self._stopping.reason is not None:
             return
         why = lost_connection(self._output.folder / AGENT_LOG, self._endpoint)
         say(f"cluster-ddp: node {self._host} failed: {why}")

@@ -341,7 +341,7 @@ def test_an_agent_that_lost_the_others_is_the_cause_unless_something_failed(
     vars(node).update(
         {"_run": fresh, "_attempt": attempt, "_node_rank": 1, "_host": "n2", "_endpoint": "n1:29000"}
         | {"_output": SimpleNamespace(folder=fresh.path, exits=exits), "_events": writer, "_agent_lost_grace": 1.0}
-        | {"_stopping": SimpleNamespace(ask=lambda reason, grace: asked.append(reason))}
+        | {"_stopping": SimpleNamespace(ask=lambda reason, grace: asked.append(reason), poll=lambda: None, reason=None)}
     )
     node._record_lost_connection()
     why = outcome_of(read_history(fresh), 0).why
