@@ -133,6 +133,15 @@ def _status_of_call() -> int:
         return ClusterDDPError.exit_status
     except KeyboardInterrupt:
         return 130
+    except UnicodeEncodeError as error:
+        if error.encoding == "utf-8":
+            raise
+        _complain(
+            error,
+            f"{error.object!a} cannot be expressed in this shell's encoding, {error.encoding}: export LC_ALL=C.UTF-8 "
+            "and unset PYTHONUTF8",
+        )
+        return ClusterDDPError.exit_status
     except Exception as error:
         _complain(
             error,

@@ -22,8 +22,8 @@ _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|
 # torchrun's own summaries of an error that is printed above them.
 _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
 _CAME = re.compile(rf"{HAVE_COME}([\w., -]+)")
-_TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
-_MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
+TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
+MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class AgentFailure:
 def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: float) -> AgentFailure:
     """Find the reason at the end of an agent's log."""
     lines = last_lines(log, _LOG_LINES)
-    errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
-    own = [error for error in errors if not _SUMMARY.match(error)]
-    words = ((own or errors or lines or [""])[-1])[:_MAX_WORDS]
+    words, own = _last_error(lines)
     host, _, port = endpoint.rpartition(":")
     everything = "\n".join(lines)
     if re.search(r"EADDRINUSE|address already in use", everything, re.IGNORECASE):
@@ -53,9 +51,9 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             f"the address of the first node, {host}, does not resolve here: {words}; see its /etc/hosts and DNS",
             suspect=True,
         )
-    if _TOO_MANY_FILES.search(words):
+    if TOO_MANY_FILES.search(words):
         return AgentFailure(
-            f"torchrun gave up before there were ranks: {words}; {_MORE_FILES}", node_allows_fewer_files()
+            f"torchrun gave up before there were ranks: {words}; {MORE_FILES}", node_allows_fewer_files()
         )
     if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
         return AgentFailure(
@@ -73,6 +71,20 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
     return AgentFailure(f"torchrun gave up before there were ranks: {words or 'its log is empty'}", suspect=True)
 
 
+def lost_connection(log: Path, endpoint: str) -> str:
+    """Say why an agent gave up although no rank had failed: only its connection to the others keeps it going."""
+    words, _ = _last_error(last_lines(log, _LOG_LINES))
+    said = words or "its log is empty"
+    return f"torchrun gave up, and its ranks with it: {said}; the network between it and {endpoint} may have failed"
+
+
+def _last_error(lines: list[str]) -> tuple[str, bool]:
+    """Return the last error in an agent's log, and whether it is more than a summary of others."""
+    errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
+    own = [error for error in errors if not _SUMMARY.match(error)]
+    return ((own or errors or lines or [""])[-1])[:_MAX_WORDS], bool(own)
+
+
 def explain(error: Exception, run: RunDirectory) -> str:
     """Say why a node program could not begin, and what to do."""
     if not run.exists():
@@ -84,7 +96,7 @@ def explain(error: Exception, run: RunDirectory) -> str:
             return f"{error}; free some space there: files left by other jobs use the node's memory"
         return f"{error}; make room there (a quota counts, too), or set TMPDIR to another folder"
     if error.errno == errno.EMFILE:
-        return f"{error}; {_MORE_FILES}"
+        return f"{error}; {MORE_FILES}"
     if str(error.filename or "").startswith(str(run.path)):
         return f"{error}; the runs folder {_SHARED}"
     return str(error)

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from cluster_ddp.launch.agent_failure import TOO_MANY_FILES
 from cluster_ddp.printing import pass_on
 
 LABEL = "--label"
@@ -23,6 +24,7 @@ _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
 _OWN = re.compile(r"srun: (?:(?:error|fatal): |(?=(?:unrecognized|invalid|ambiguous) option ))(?P<what>.+)")
+_CUT_OFF = re.compile(r"srun: error: .*aborting, io error with slurmstepd on node (\d+)")
 _ABORTED = "srun: Job step aborted"
 _DAEMON = re.compile(r"slurmstepd\S*: ")
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # a consequence of an earlier error
@@ -53,7 +55,10 @@ class JobStepOutput:
     Attributes
     ----------
     own_error
-        The first error that srun reported about itself rather than a task; None if there was none.
+        The first error that srun reported about itself rather than a task; None if there was none. A lack of open
+        files takes precedence: other errors of srun, such as one of authentication, may come from it.
+    cut_off
+        The index of the node to which srun lost its connection, and ended the step because of that; None if it did not.
     cancelled
         Whether the step was ended before any of its tasks: from outside, as by ``scancel JOB.STEP``.
     """
@@ -64,6 +69,7 @@ class JobStepOutput:
         self._exits: list[tuple[str, str, str]] = []  # hosts, tasks, how
         self._threads: list[threading.Thread] = []
         self.own_error: str | None = None
+        self.cut_off: int | None = None
         self.cancelled = False
 
     def follow(self, pipe: IO[bytes], stream: TextIO) -> None:
@@ -99,10 +105,13 @@ class JobStepOutput:
             self._exits.append((exited["hosts"], exited["tasks"], exited["how"]))
         elif refused := _NOT_LAUNCHED.match(line):
             self._exits.append((refused["host"], "", f"the task was not launched: {refused['how']}"))
-        elif self.own_error is None and (own := _OWN.match(line)):
-            self.own_error = own["what"]
+        elif cut := _CUT_OFF.match(line):
+            self.cut_off = int(cut[1])
+        elif own := _OWN.match(line):
+            if self.own_error is None or TOO_MANY_FILES.search(own["what"]):
+                self.own_error = own["what"]
         elif line.startswith(_ABORTED):
-            self.cancelled = self.cancelled or not (self._exits or self.own_error)
+            self.cancelled = self.cancelled or not (self._exits or self.own_error or self.cut_off is not None)
         elif self._labelled and (task := _LABELLED.fullmatch(line)):
             if task[2].strip() and not _CANCELLED.match(task[2]):
                 self._last.setdefault(task[1], deque(maxlen=_KEPT_LINES)).append(task[2].strip())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster_ddp.launch.agent_failure import MORE_FILES, TOO_MANY_FILES
 from cluster_ddp.launch.running_job_step import START_SECONDS, RunningJobStep
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import (
@@ -80,7 +81,7 @@ def record_failed_nodes(
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
     hosts = [short_name(host) for host in start.hosts]
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
-        _record_killed_node(history, attempt, writer, job_step)
+        _record_killed_node(history, attempt, writer, start, job_step)
     for node in job_step.lost:
         record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
     spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
@@ -92,8 +93,14 @@ def record_failed_nodes(
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
     if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
         failed = dict.fromkeys(hosts, "it never reported that it had started")
-    if not failed and not spoke and job_step.output.own_error and read_stop(attempt) is None:
-        error = f"srun started nothing: {job_step.output.own_error}"
+    own_error = job_step.output.own_error or ""
+    lacks_files = not spoke and bool(TOO_MANY_FILES.search(own_error))
+    if lacks_files:  # srun itself, on the batch host: the nodes that it could not reach are not to blame
+        failed = {}
+    if not failed and not spoke and own_error and read_stop(attempt) is None:
+        error = f"srun started nothing: {own_error}"
+        if lacks_files:
+            error += f"; {MORE_FILES}"
         if "option '--container-" in error:
             error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
@@ -123,15 +130,22 @@ def _silent(history: History, number: int) -> dict[str, Event]:
 
 
 def _record_killed_node(
-    history: History, attempt: AttemptDirectory, writer: EventWriter, job_step: RunningJobStep
+    history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, job_step: RunningJobStep
 ) -> None:
-    """Record the node whose program was the first to end without signing off.
+    """Record the node whose program was the first to end without signing off, or to which srun lost its connection.
 
     Either a signal ended it or an error of its own; the latter may be caused by storage that fails everywhere, so the
     node is not suspected then.
     """
     first, request = job_step.output.first_to_end(), read_stop(attempt)
-    if first is None or job_step.lost or (request is not None and request.reason in FINAL_REASONS):
+    if job_step.lost or (request is not None and request.reason in FINAL_REASONS):
+        return
+    node = job_step.output.cut_off
+    if node is not None and node < len(start.hosts):  # srun then kills all the others, which are not to blame
+        error = "srun lost its connection to it, and ended the job step: its network, or slurmstepd there"
+        writer.write(NODE_FAILED, attempt=attempt.number, node=node, host=start.hosts[node], error=error, suspect=True)
+        return
+    if first is None:
         return
     nodes = {
         event["event"]: event.get("node")
@@ -143,8 +157,8 @@ def _record_killed_node(
     error = f"its node program ended without signing off: {first.describe()}"
     if first.by_signal:
         error = f"its node program was killed from outside, for example because memory ran out (srun: {first.how})"
-    node, suspect = nodes[NODE_STARTED], first.by_signal
-    writer.write(NODE_FAILED, attempt=attempt.number, node=node, host=first.host, error=error, suspect=suspect)
+    rank, suspect = nodes[NODE_STARTED], first.by_signal
+    writer.write(NODE_FAILED, attempt=attempt.number, node=rank, host=first.host, error=error, suspect=suspect)
 
 
 def _explained(history: History, number: int) -> bool:

@@ -12,7 +12,7 @@ from cluster_ddp.job import JobSpec, load_run_job
 from cluster_ddp.launch import hang_dump
 from cluster_ddp.launch.address import LOOPBACK, interface_for_gloo, local_address, wait_for_name
 from cluster_ddp.launch.agent import SURVIVED, Agent
-from cluster_ddp.launch.agent_failure import agent_failure
+from cluster_ddp.launch.agent_failure import agent_failure, lost_connection
 from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.forced_end import ForcedEnd
@@ -182,6 +182,8 @@ class NodeProgram:
         if agent_status is None:
             return False
         if not self._ranks.living:
+            if self._outcome is None and self._stopping.reason is None and agent_status != 0:
+                self._record_lost_connection()
             return True
         if self._outcome is None:
             self._stop_without_agent()
@@ -358,6 +360,21 @@ class NodeProgram:
                     suspect=True,
                 )
 
+    def _record_lost_connection(self) -> None:
+        """Record that the agent gave up, and ended its ranks, while nothing had failed; tell the other nodes."""
+        exits = self._output.exits
+        if exits.failed or not exits.ended_by_agent:
+            return
+        time.sleep(_FIRST_TO_RECORD_SECONDS)  # what failed elsewhere is the cause, or a stop
+        self._stopping.poll()
+        told = self._of_attempt(events.FAILED, events.RANK_FAILED, events.NODE_FAILED, events.HANG)
+        if told or self._stopping.reason is not None:
+            return
+        why = lost_connection(self._output.folder / AGENT_LOG, self._endpoint)
+        say(f"cluster-ddp: node {self._host} failed: {why}")
+        self._record(events.NODE_FAILED, error=why, suspect=False)
+        self._stopping.ask(AGENT_LOST, grace=self._agent_lost_grace)
+
     def _missing(self, came: frozenset[str]) -> dict[str, object]:
         """Return the nodes that have started but are not among those that came, by host."""
         if not came:
@@ -365,9 +382,9 @@ class NodeProgram:
         started = {str(event["host"]): event["node"] for event in self._of_attempt(events.NODE_STARTED)}
         return {host: node for host, node in started.items() if host not in came}
 
-    def _of_attempt(self, name: str) -> list[dict[str, Any]]:
+    def _of_attempt(self, *names: str) -> list[dict[str, Any]]:
         found = events.read_events(self._run)
-        return [event for event in found if event["event"] == name and event["attempt"] == self._attempt.number]
+        return [event for event in found if event["event"] in names and event["attempt"] == self._attempt.number]
 
     def _warn(self, message: str) -> None:
         say(f"cluster-ddp: warning: {message}")

@@ -137,7 +137,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
     if asked:
         return AttemptOutcome(Ending.UNKNOWN, f"it was killed before it could save, after {asked[0]}")
-    who = ", ".join(_never_signed_off(events)[:_NAMED]) or "it"
+    who = ", ".join(_never_signed_off(events)[:_NAMED]) or _with_batch_host(history, number)
     return AttemptOutcome(Ending.UNKNOWN, f"{who} left no record of its end (killed, or its node failed)")
 
 
@@ -146,6 +146,12 @@ def _never_signed_off(events: list[Event]) -> list[str]:
     finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
     started = [event for event in events if event["event"] == NODE_STARTED and event.get("host")]
     return [f"node {event['host']}" for event in started if event.get("node") not in finished] if finished else []
+
+
+def _with_batch_host(history: History, number: int) -> str:
+    """Return what to call an attempt: with the host of its keeper, which has left no record either."""
+    records = (record for record in history.attempts if record.number == number and record.slurm_job_id)
+    return next((f"it (batch host {record.process.host})" for record in records if record.process), "it")
 
 
 def outcome_so_far(history: History) -> AttemptOutcome | None:

@@ -148,11 +148,15 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
 
 
 def python_starts(python: str, packages: str) -> Iterator[str]:
-    """Yield the lines with which a batch script checks the interpreter, and that it has what this start needs."""
+    """Yield the lines with which a batch script checks the interpreter, and that it has what this start needs.
+
+    Once an attempt has begun, a host without pydantic could not decide what follows it, which would end the run.
+    """
     where = "${SLURMD_NODENAME:-this host}"
-    yield f"cluster_ddp_said=$({python} -c 'import {packages}' 2>&1) || {{"
+    yield f"cluster_ddp_said=$({python} -c 'import {packages}, pydantic' 2>&1) || {{"
     yield "    cluster_ddp_said=${cluster_ddp_said:-it ended with status $?}"
     yield """    printf '%s\\n' "$cluster_ddp_said" >&2"""
+    yield "    cluster_ddp_said=${cluster_ddp_said%$'\\n\\n'Current thread*} # what follows a fatal error of Python"
     yield "    cluster_ddp_said=${cluster_ddp_said##*$'\\n'} # the last line says why"
     yield "    cluster_ddp_fail again \\"
     yield f'        "no Python with {packages} starts on {where}: launch.python; $cluster_ddp_said"'

@@ -227,6 +227,14 @@ def test_a_folder_of_runs_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_path_that_the_shells_encoding_lacks_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\nscript: a.py\nruns_dir: ä\n", encoding="utf-8")
+    (tmp_path / "a.py").touch()
+    done = shell("ddp local job.yaml", tmp_path, LC_ALL="C", PYTHONUTF8="0")
+    assert done.returncode == 2, done.stderr
+    assert "\\xe4' cannot be expressed in this shell's encoding, ascii: export LC_ALL=C.UTF-8" in done.stderr
+
+
 def test_templates_are_listed_with_what_they_are_for(call: Call) -> None:
     said = call("templates")
     lines = said.out.splitlines()

@@ -228,3 +228,12 @@ def test_a_node_that_was_taken_from_the_job_is_told_and_not_blamed(
     outcome = outcome_of(read_history(trained), 0)
     assert outcome.ending is Ending.FAILED and outcome.why.startswith("node n2 was taken from the job while it ran")
     assert suspects(read_history(trained), 1) == []
+
+
+def test_of_a_step_that_srun_ended_for_want_of_a_connection_the_node_is_named_that_it_lost(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    for node in range(3):
+        happened(fresh, "node-started", 0, host=f"n{node + 1}", node=node)
+    lost = "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 2"
+    ((host, error),) = recorded(fresh, Ended(lost, ABORTED, "srun: error: n1: task 0: Killed"))
+    assert host == "n3" and error.startswith("srun lost its connection to it")

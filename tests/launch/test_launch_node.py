@@ -323,3 +323,30 @@ def test_a_node_that_did_not_come_is_recorded_once_by_those_that_did(
         node._record_agent_failure(1)
     monkeypatch.undo()
     assert [event["host"] for event in read_events(fresh) if event.get("suspect")] == ["n3"]
+
+
+@pytest.mark.parametrize("elsewhere", [(), ("rank-failed",)])
+def test_an_agent_that_lost_the_others_is_the_cause_unless_something_failed(
+    fresh: RunDirectory, monkeypatch: pytest.MonkeyPatch, elsewhere: tuple[str, ...]
+) -> None:
+    (attempt := fresh.attempt(0)).path.mkdir(parents=True)
+    monkeypatch.setattr(program, "_FIRST_TO_RECORD_SECONDS", 0.0)
+    writer = EventWriter(fresh, "node-n2")
+    for name in ("stopped", *elsewhere):  # by torchrun's SIGTERM
+        writer.write(name, attempt=0, step=3, reason=TERMINATED, error="Connection reset by peer", host="n1", rank=0)
+    (fresh.path / "agent.log").write_text("torch.distributed.DistNetworkError: Connection timed out\n")
+    exits = SimpleNamespace(failed={}, ended_by_agent={7})
+    asked: list[str] = []
+    node = program.NodeProgram.__new__(program.NodeProgram)
+    vars(node).update(
+        {"_run": fresh, "_attempt": attempt, "_node_rank": 1, "_host": "n2", "_endpoint": "n1:29000"}
+        | {"_output": SimpleNamespace(folder=fresh.path, exits=exits), "_events": writer, "_agent_lost_grace": 1.0}
+        | {"_stopping": SimpleNamespace(ask=lambda reason, grace: asked.append(reason), poll=lambda: None, reason=None)}
+    )
+    node._record_lost_connection()
+    why = outcome_of(read_history(fresh), 0).why
+    if elsewhere:
+        assert asked == [] and "torchrun" not in why
+    else:
+        assert asked == ["agent-lost"]
+        assert why.startswith("node n2 failed: torchrun gave up") and "Connection timed out; the network between" in why

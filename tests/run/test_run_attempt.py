@@ -146,7 +146,7 @@ def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_wo
     assert read_record(run).slurm_job_ids == ("5",)
     requeued = [event for event in read_events(run) if event["event"] == "requeued"]
     assert [(event["attempt"], event["reason"]) for event in requeued] == [
-        (0, "it left no record of its end (killed, or its node failed)")
+        (0, "it (batch host n7) left no record of its end (killed, or its node failed)")
     ]
 
 

@@ -217,7 +217,7 @@ def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
     say("started", 0, at=0, step=0)
     say("failed", 0, at=1, step=0, error="ValueError: x", rank=0)
     say("resumed", 0, at=2, step=0)
-    assert decide(run, attempt).why.startswith("it left no record of its end")
+    assert decide(run, attempt).why.startswith("it (batch host ")
 
 
 def test_the_node_that_left_no_record_is_named_where_others_did(
@@ -225,7 +225,7 @@ def test_the_node_that_left_no_record_is_named_where_others_did(
 ) -> None:
     for node in range(2):
         say("node-started", 0, at=node, node=node, host=f"n{node + 1}")
-    assert decide(run, attempt).why.startswith("it left no record of its end")
+    assert decide(run, attempt).why.startswith("it (batch host ")
     say("node-finished", 0, at=3, node=1, host="n2", outcome="failed")
     assert decide(run, attempt).why.startswith("node n1 left no record of its end")
 

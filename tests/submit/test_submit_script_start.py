@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from stage import CRASH, Stage
+from stage import CHECKOUT, CRASH, Stage
 
 from cluster_ddp.run import runs
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import NODE_FAILED, read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.submit.preamble import TRIES
 
@@ -89,6 +91,15 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
     assert not stage.calls("srun")
 
 
+def test_a_host_whose_python_lacks_pydantic_is_left_for_another_before_an_attempt_begins(stage: Stage) -> None:
+    (stage.bin / "pydantic.py").write_text("raise ModuleNotFoundError(\"No module named 'pydantic'\")\n")
+    stage.does(**{"python.sh": f'exec env PYTHONPATH={CHECKOUT}:{stage.bin} {sys.executable} "$@"'})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(), SLURM_RESTART_COUNT="1") == 1
+    assert "launch.python; ModuleNotFoundError: No module named 'pydantic'" in stage.output
+    assert stage.requeues() == ["77"]
+
+
 @pytest.mark.parametrize(
     ("python", "said"),
     [
@@ -97,6 +108,7 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
             "No module named 'cl",
         ),
         ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
+        ("export PYTHONHOME=/nowhere", "launch.python; ModuleNotFoundError: No module named 'encodings' (see"),
     ],
 )
 def test_why_python_does_not_start_is_told(stage: Stage, python: str, said: str) -> None:
@@ -338,3 +350,16 @@ def test_a_cluster_without_pyxis_is_told_of(stage: Stage) -> None:
     assert stage.perform(stage.write(launch={"container": container}), SLURMD_NODENAME="node-b") == 0, stage.output
     assert "srun started nothing: unrecognized option '--container-image" in stage.status()["reason"]
     assert "pyxis needs that plugin" in stage.status()["reason"]
+
+
+def test_an_srun_without_files_to_open_blames_no_node(stage: Stage) -> None:
+    lines = (
+        "Munge encode failed: Failed to create socket: Too many open files",
+        "Task launch for StepId=77.0 failed on node node-b: Protocol authentication error",
+    )
+    said = "; ".join(f"echo 'srun: error: {line}' >&2" for line in lines)
+    stage.does(**{"training.sh": f"{said}; exit 1"})
+    assert stage.perform(stage.write(), SLURMD_NODENAME="node-b") == 0, stage.output
+    (failed,) = [event for event in read_events(RunDirectory(stage.run)) if event["event"] == NODE_FAILED]
+    assert not failed["suspect"]
+    assert f"srun started nothing: {lines[0]}; raise the limit in a line of launch.setup" in failed["error"]
