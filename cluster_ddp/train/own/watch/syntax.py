@@ -140,7 +140,7 @@ def feeding_loss(text: Text) -> Feeding:
         value = getattr(statement, "value", None) or statement
         found.names.update(name for part in ast.walk(value) if (name := name_of(part)) is not None)
         todo += [
-            node for node in setting if node not in found.statements and (assigned(node) | _filled(node)) & found.names
+            node for node in setting if node not in found.statements and (assigned(node) | added_to(node)) & found.names
         ]
     return found
 
@@ -170,10 +170,14 @@ def _changes_in_place(statement: ast.stmt, name: str) -> bool:
     return isinstance(statement, (ast.Assign, ast.AugAssign)) and any(is_read(part, name) for part in parts)
 
 
-def _filled(node: ast.AST) -> set[str]:
-    """The variables of which this node sets an item by a number or a slice, as ``weights[epoch, 0] = ...`` does."""
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    items = (to.value for to in targets if isinstance(to, ast.Subscript) and name_of(to) is None)
+def added_to(node: ast.AST) -> set[str]:
+    """What this adds an item to, by ``weights.append(...)``, or sets one of, by ``weights[epoch, 0] = ...``."""
+    call = getattr(node, "value", None)
+    if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        items = [call.func.value] if call.func.attr == "append" else []
+    else:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        items = [to.value for to in targets if isinstance(to, ast.Subscript) and name_of(to) is None]
     return {name for item in items if (name := name_of(item)) is not None}
 
 
