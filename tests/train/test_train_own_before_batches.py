@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
@@ -48,6 +50,15 @@ def labels_anew(loader: Any, model: nn.Module, teacher: nn.Module, kept: Kept) -
         takes(loader, model, labels)
 
 
+def labels_by_features(loader: Any, model: nn.Module, teacher: nn.Module, kept: Kept) -> None:
+    data, other = TensorDataset(torch.ones(5, 4)), TensorDataset(torch.ones(5, 4))
+    for epoch in loader.epochs():
+        features = model(torch.ones(5, 4))
+        data.labels = features.argmax(1)  # type: ignore[attr-defined]
+        other.level = epoch  # type: ignore[attr-defined]
+        takes(loader, model, torch.ones(1))
+
+
 def takes(loader: Any, model: nn.Module, labels: torch.Tensor) -> None:
     for batch in loader:
         print(model(batch), labels)
@@ -59,6 +70,7 @@ def computes_what_is_saved(loader: Any, model: nn.Module, teacher: nn.Module, ke
         kept.mean = model.weight.detach().clone()
         weights = list(model.parameters())
         shown = model(torch.ones(1, 4)).detach()
+        torch.save(model.state_dict(), io.BytesIO())
         rate = torch.full((2,), 0.1 * epoch)
         print(shown)
         for batch in loader:
@@ -67,7 +79,12 @@ def computes_what_is_saved(loader: Any, model: nn.Module, teacher: nn.Module, ke
 
 @pytest.mark.parametrize(
     ("loop", "names"),
-    [(reduces_variance, "means, snapshot"), (labels_anew, "labels"), (computes_what_is_saved, None)],
+    [
+        (reduces_variance, "means, snapshot"),
+        (labels_anew, "labels"),
+        (labels_by_features, "data.labels"),
+        (computes_what_is_saved, None),
+    ],
 )
 def test_what_an_epoch_computes_from_the_model_is_told(loop: Any, names: str | None) -> None:
     model, teacher, kept = nn.Linear(4, 2), nn.Linear(4, 2), KeptValues()

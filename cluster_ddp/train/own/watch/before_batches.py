@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -52,12 +52,11 @@ class BeforeBatches:
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     names.update(self._in(frame))
         if names:
-            first = min(names).rpartition(".")[2]
             self._warn(
                 f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
                 "within the epoch computes that again, from other weights, and is exact only if no step depends on it. "
                 "Compute it after the batches instead, and once before the loop, in what run.keep() keeps "
-                f"(kept = run.keep({first}=...)) or in a module that is passed in"
+                "(kept = run.keep(labels=...)) or in a module that is passed in"
             )
 
     def _in(self, frame: FrameType) -> Iterator[str]:
@@ -67,28 +66,37 @@ class BeforeBatches:
                 continue
             running = next(part for part in loop.body if part.lineno <= frame.f_lineno <= (part.end_lineno or 0))
             read = {name_of(node) for node in ast.walk(running)}
+            computed: set[str] = set()
             for statement in loop.body[: loop.body.index(running)]:
                 for names, value in _setting(statement):
-                    if any(self._is_trained(node, frame) for node in ast.walk(value)):
-                        yield from (name for name in names & read if name and self._is_lost(name, frame))
+                    parts = list(ast.walk(value))
+                    if any(name_of(part) in computed or self._is_trained(part, frame) for part in parts):
+                        computed |= {name for name in names if not isinstance(_value(name, frame), ModuleType)}
+                        yield from (name for name in names if self._is_lost(name, frame, is_read=name in read))
 
     def _is_trained(self, node: ast.AST, frame: FrameType) -> bool:
-        with contextlib.suppress(Exception):  # neither a variable nor an attribute
-            found = value_of(name_of(node) or "", frame)
-            return isinstance(found, nn.Module) and self._shares(found)
-        return False
+        found = _value(name_of(node) or "", frame)
+        return isinstance(found, nn.Module) and self._shares(found)
 
-    def _is_lost(self, name: str, frame: FrameType) -> bool:
-        found = value_of(name, frame)
-        if is_saved(name, frame, []) or any(found is value for value in self._kept.values.values()):
+    def _is_lost(self, name: str, frame: FrameType, *, is_read: bool) -> bool:
+        owner = name.rpartition(".")[0]
+        if isinstance(_value(owner or name, frame), Dataset):
+            return True  # the batches are read from it
+        found = _value(name, frame)
+        if not is_read or is_saved(name, frame, []) or any(found is value for value in self._kept.values.values()):
             return False
-        is_data = isinstance(found, (nn.Module, Dataset)) or has_tensors(found)
-        return is_data and not self._shares(found)
+        return (isinstance(found, nn.Module) or has_tensors(found)) and not self._shares(found)
 
     def _shares(self, found: Any) -> bool:
         """Whether this is, or has, a tensor that is saved."""
         tensors = (*found.parameters(), *found.buffers()) if isinstance(found, nn.Module) else tensors_in(found)
         return any(tensor.data_ptr() in self._held for tensor in tensors if has_values(tensor))
+
+
+def _value(name: str, frame: FrameType) -> Any:
+    with contextlib.suppress(Exception):  # neither a variable nor an attribute, or not yet set
+        return value_of(name, frame)
+    return None
 
 
 def _setting(statement: ast.stmt) -> Iterator[tuple[set[str], ast.AST]]:
@@ -99,4 +107,4 @@ def _setting(statement: ast.stmt) -> Iterator[tuple[set[str], ast.AST]]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             owner = name_of(getattr(node.value.func, "value", ast.Constant(None)))
             arguments: list[ast.expr] = [*node.value.args, *(word.value for word in node.value.keywords)]
-            yield {owner} if owner else set(), ast.Tuple(arguments)
+            yield {owner} if owner else set(), ast.Tuple(arguments, ast.Load())
