@@ -76,7 +76,12 @@ def first_steps_of(
         yield from (*passed_in.tensors(), *loop.kept.tensors())
 
     def seeded() -> list[Any]:
-        return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
+        return [
+            *loop.generators,
+            *passed_in.generators(),
+            *OwnGenerators(loader),
+            *([] if batches is None else batches.generators),
+        ]
 
     said: list[str] = []
 
