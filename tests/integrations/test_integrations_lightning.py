@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from own_loops import begin_attempt, digest, failure, new_run, told
+from stopped_script import stop_and_resume
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import preload, run_ranks
@@ -168,3 +169,38 @@ def test_callbacks_that_change_what_a_step_is_are_refused_at_once(tmp_path: Path
     (found,) = run_ranks(refused, 1, tmp_path)
     for error, (kind, (_, remedy)) in zip(found, KINDS.items(), strict=True):
         assert f"the callback {kind} exactly: {remedy}" in error
+
+
+UNCHANGED = """
+import os, sys, time, torch, lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Classifier(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def training_step(self, batch, number):
+        time.sleep(0.02)
+        print("trains", self.global_step, flush=True)
+        self.trainer.should_stop = resume
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+resume, place = "--resume" in sys.argv, os.environ["PLACE"]
+data = torch.utils.data.TensorDataset(torch.ones(40000, 4), torch.zeros(40000, dtype=torch.long))
+trainer = L.Trainer(
+    max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[ModelCheckpoint(place, save_last=True, save_on_exception=True)],
+)
+last = place + "/last.ckpt" if resume else None
+trainer.fit(Classifier(), torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=last)
+"""
+
+
+def test_an_unchanged_trainer_saves_its_own_checkpoint_when_it_is_stopped_and_goes_on_from_it(tmp_path: Path) -> None:
+    trained = [int(line.split()[1]) for line in stop_and_resume(tmp_path, UNCHANGED) if line.startswith("trains")]
+    saved = min(int(path.stem.rpartition("=")[2]) for path in tmp_path.glob("epoch=*-step=*.ckpt"))
+    assert trained[-1] == trained[-2] + 1 == saved

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from own_loops import begin_attempt, digest, failure, new_run, states, told
+from stopped_script import stop_and_resume
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from train_ranks import preload, run_ranks
@@ -331,3 +332,43 @@ def test_a_trainer_that_evaluates_and_saves_goes_on_exactly(
     (ends,) = run_ranks(attempts, 1, calm.path, broken.path, stop_at, more)
     assert [end for end in ends[1:] if end is not None] == [ends[0]]  # by the last attempt, or that of the last step
     assert states(broken)[-2:] == ["resumed", "completed"]
+
+
+UNCHANGED = """
+import os, sys, time, torch, transformers
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return {"x": torch.ones(4), "labels": torch.tensor(index % 3)}
+
+class Classifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
+
+class Tell(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        print("trains", state.global_step, flush=True)
+        control.should_training_stop |= resume
+
+resume = "--resume" in sys.argv
+args = transformers.TrainingArguments(
+    output_dir=os.environ["PLACE"] + "/output", max_steps=10000, per_device_train_batch_size=4,
+    enable_jit_checkpoint=True, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True,
+)
+trainer = transformers.Trainer(Classifier(), args, train_dataset=Rows(), callbacks=[Tell()])
+trainer.train(resume_from_checkpoint=resume)
+"""
+
+
+def test_an_unchanged_trainer_saves_its_own_checkpoint_when_it_is_stopped_and_goes_on_from_it(tmp_path: Path) -> None:
+    trained = [int(line.split()[1]) for line in stop_and_resume(tmp_path, UNCHANGED) if line.startswith("trains")]
+    (saved,) = (tmp_path / "output").glob("checkpoint-*")
+    assert trained[-1] == int(saved.name.rpartition("-")[2]) + 1 > 2

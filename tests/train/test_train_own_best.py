@@ -49,6 +49,19 @@ def restores_the_best_weights(once: Any) -> None:
     model.load_state_dict(kept.best)
 
 
+def keeps_snapshots(once: Any) -> None:
+    model, snapshots, models, states, history = torch.nn.Linear(1, 1), list[Any](), {}, kept.Kept(all=[]), list[Any]()
+    for epoch in range(2):
+        accuracy = {"accuracy": sum(once())}
+        snapshots.append(copy.deepcopy(model.state_dict()))
+        states.all.append(copy.deepcopy(model.state_dict()))
+        models[epoch] = copy.deepcopy(model)
+        history.append(copy.deepcopy(accuracy))
+    for snapshot in (*snapshots, *states.all):
+        model.load_state_dict(snapshot)
+    print(models, history)
+
+
 def halves_the_rate(once: Any, lr: float = 1.0) -> None:
     group = {"lr": lr}
     for _ in range(2):
@@ -87,6 +100,7 @@ def halves_what_the_optimizer_has(once: Any) -> None:
         (keeps_the_best_at_the_top, "best", "run.keep(best=...)"),
         (keeps_the_best_in_a_dict, "best['accuracy']", "run.keep(best=...)"),
         (restores_the_best_weights, "best", "run.keep(best=...)"),
+        (keeps_snapshots, "models, snapshots", "run.keep(models=..., snapshots=...)"),
     ],
 )
 def test_a_best_and_a_patience_by_which_epochs_go_are_told(loop: Any, names: str, remedy: str) -> None:

@@ -32,8 +32,11 @@ class Graded(Images):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if not self.cache[index].any():
-            self.cache[index] = index + 1
+            self._fill(index)
         return super().__getitem__(index)
+
+    def _fill(self, index: int) -> None:
+        self.cache[index] = index + 1
 
 
 def train(place: Path, kind: str) -> None:
@@ -57,6 +60,10 @@ def train(place: Path, kind: str) -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs + data.level), labels).backward()
                 optimizer.step()
+                if kind == "labels in steps":
+                    data.labels[:2] = number
+                elif kind == "sampler in steps":
+                    sampler.weights[number] = 2.0
                 if kind == "sampler, and leaves" and number == 0:
                     break
             if "loader" in kind:
@@ -67,7 +74,7 @@ def train(place: Path, kind: str) -> None:
                 data.level += 0.1
             elif kind == "labels":
                 data.labels[epoch] = 1.0
-            elif "before" not in kind:
+            elif kind == "sampler, and leaves":
                 sampler.weights *= torch.rand(18)
 
 
@@ -81,6 +88,8 @@ def train(place: Path, kind: str) -> None:
         ("before, with persistent workers", ["Graded.level has changed since the persistent workers began"]),
         ("data", ["changes Graded.level,"]),
         ("labels", ["changes Graded.labels,"]),
+        ("labels in steps", ["steps change Graded.labels,"]),
+        ("sampler in steps", ["steps change WeightedRandomSampler.weights,"]),
         ("sampler, and leaves", ["changes WeightedRandomSampler.weights,"]),
     ],
 )

@@ -83,11 +83,51 @@ def weighs_by_earlier_losses(model: nn.Module, once: Any) -> None:
     for batch in once:
         each = model(batch).square().mean(1)
         loss = (each * torch.tensor(weights)).mean()
-        weights[:] = each.detach().numpy()  # not told, as a buffer may be filled anew in each step
+        weights[:] = each.detach().numpy()
         if len(losses) > 1:
             loss = loss / sum(losses)
         losses.append(loss.item())
         loss.backward()
+
+
+def keeps_features(model: nn.Module, once: Any) -> None:
+    bank, rows = torch.zeros(100, 2), torch.arange(3)
+    for batch in once:
+        features = model(batch)
+        loss = (features @ bank.T).mean()
+        loss.backward()
+        bank[rows] = features.detach()
+
+
+def perturbs(model: nn.Module, once: Any) -> None:
+    delta = torch.zeros(3, 4, requires_grad=True)
+    for batch in once:
+        loss = model(batch + delta[: len(batch)]).square().mean()
+        loss.backward()
+        delta.data = (delta + 0.01 * delta.grad.sign()).clamp(-0.1, 0.1)  # type: ignore[union-attr]
+
+
+def averages_tasks(model: nn.Module, once: Any) -> None:
+    costs, weights = np.ones((2, 2)), np.ones((2, 2))
+    for epoch in range(1):
+        weights[:, epoch] = 2 * costs[0] / costs[0].sum()
+        for batch in once:
+            each = model(batch).square().mean(0)
+            loss = (each * torch.tensor(weights[:, epoch])).sum()
+            loss.backward()
+            costs[epoch] += each.detach().numpy()
+
+
+def fills_first(model: nn.Module, once: Any) -> None:
+    inputs, noise, shown, totals = torch.zeros(3, 4), torch.zeros(3, 2), np.zeros(4), np.zeros(2)
+    for number, batch in enumerate(once):
+        inputs[: len(batch)] = batch
+        noise.normal_()
+        totals.fill(0)
+        totals[0] += 1
+        loss = (model(inputs) + noise).square().mean() * totals[0]
+        loss.backward()
+        shown[number] = loss.item()
 
 
 def multiplies(model: nn.Module, once: Any) -> None:
@@ -149,7 +189,11 @@ def only_prints(model: nn.Module, once: Any) -> None:
     [
         (lambda model, once: divides_by_an_object(model, once, Scaled()), ["change scaled,"]),
         (reads_an_attribute, ["change centered,"]),
-        (weighs_by_earlier_losses, ["change losses,"]),
+        (weighs_by_earlier_losses, ["change losses, weights,"]),
+        (keeps_features, ["change bank,"]),
+        (perturbs, ["change delta,"]),
+        (averages_tasks, ["change costs,"]),
+        (fills_first, []),
         (multiplies, ["depends on mean, multiplier,"]),
         (only_prints, []),
         (adds_parts, []),

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.twins import twins
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
@@ -195,3 +196,26 @@ def test_updates_are_watched_and_not_batches_where_gradients_accumulate(tmp_path
     run_ranks(accumulate, 2, run.path)
     (message,) = warnings_of(run)
     assert "a module that was not passed in (Average)" in message
+
+
+class Environment:
+    """Saves the state of its generator."""
+
+    def __init__(self, *, saves: bool) -> None:
+        self.generator, self._saves = np.random.default_rng(1), saves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.bit_generator.state} if self._saves else {"seed": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._saves:
+            self.generator.bit_generator.state = state["generator"]
+
+
+def test_a_generator_counts_as_saved_if_what_is_passed_in_saves_its_state() -> None:
+    model = nn.Linear(3, 2)
+    for saves in (True, False):
+        environment = Environment(saves=saves)
+        optimizer = torch.optim.SGD(model.parameters())
+        passed_in = PassedIn({"model": model, "optimizer": optimizer, "environment": environment}, 1)
+        assert list(passed_in.generators()) == [environment.generator] * saves

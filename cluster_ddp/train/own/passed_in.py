@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
+from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrapping import refuse_divided, refuse_unwrapped
+from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.comparing import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -142,6 +144,12 @@ class PassedIn:
         """The tensors in the ``state_dict()`` of what is neither trained nor an optimizer; they may be copies."""
         for thing in self._rest.values():
             yield from tensors_in(thing.state_dict())
+
+    def generators(self) -> Iterator[Any]:
+        """The generators whose state is in the ``state_dict()`` of the object that holds them."""
+        for thing in self._rest.values():
+            saved = {fingerprint(part) for part in _with_parts(thing.state_dict())}
+            yield from (generator for generator in OwnGenerators(thing) if drawn_to(generator) in saved)
 
     @property
     def apart(self) -> frozenset[str]:
@@ -384,3 +392,10 @@ def _see_that_it_can_be_kept(name: str, thing: Any) -> None:
         raise TrainError(f"{name} cannot be kept: {error}") from error
     if first != again:
         raise TrainError(f"load_state_dict() of {name} does not restore what its state_dict() returns")
+
+
+def _with_parts(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from _with_parts(part)

@@ -21,7 +21,8 @@ from cluster_ddp.train.own.watch.syntax import name_of, tree_of_object
 
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)
-_LABELS = (*_NUMBERS, Tensor, np.ndarray)
+_ARRAYS = (Tensor, np.ndarray)
+_LABELS = (*_NUMBERS, *_ARRAYS)
 _DIMENSIONS = 2  # of labels and weights; whatever has more may be a cache
 _WIDTH = 64  # a longer list is not searched for data sets
 # What torch counts in each of its data pipes, and where MosaicML Streaming found room in the shared memory.
@@ -32,7 +33,7 @@ class ChangedData:
     """Warns, once, if code after the batches changes numbers or labels in the data set, or what the samplers hold.
 
     Labels are tensors and arrays of at most two dimensions; larger ones may be a cache, and so is what the data set
-    itself fills when it is read.
+    itself fills when it is read. It also warns if steps change such labels, for example the weights of a sampler.
 
     In the first epoch it also warns if that code uses another DataLoader that is shuffled by its own generator.
 
@@ -54,6 +55,7 @@ class ChangedData:
     ) -> None:
         self._data, self._samplers, self._warn, self._has_copies = data, samplers, warn, has_copies
         self._before: dict[str, Any] = {}
+        self._begun: dict[str, Any] = {}
         self._copied: dict[str, Any] | None = None
         self._others: list[Any] | None = None
         self._has_warned = False
@@ -62,8 +64,18 @@ class ChangedData:
         """Call after the batches of an epoch."""
         if self._others is None:
             self._others = living(torch_data.DataLoader)
-        if not self._has_warned:
-            self._before = self._now(_LABELS)
+        begun, self._begun = self._begun, {}
+        if self._has_warned:
+            return
+        self._before = self._now(_LABELS)
+        now = self._now(_ARRAYS) if begun else {}
+        if changed := sorted(name for name in begun.keys() & now.keys() if begun[name] != now[name]):
+            self._has_warned = True
+            self._warn(
+                f"steps change {', '.join(changed)}, which no checkpoint contains: a resume is exact only if no sample "
+                "depends on it. Collect such values in a tensor that run.keep() keeps; after the batches, copy them to "
+                "another one that it keeps, and before the batches set what the samples depend on from that copy"
+            )
 
     def end(self) -> None:
         """Call after the code that follows the batches."""
@@ -89,6 +101,7 @@ class ChangedData:
         now: dict[str, Any] = broadcast_object(self._now())
         if self._has_copies:
             self._tell_copies()
+        self._begun = {} if self._has_warned else self._now(_ARRAYS)
         if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
             self._warn(
                 f"{', '.join(changed)} is not what it was when the batches of this epoch began before this resume, "
@@ -143,12 +156,10 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         for name, value in list(getattr(part, "__dict__", {}).items())
         if isinstance(value, kinds)
         and name not in _OF_LIBRARIES
-        and not (name in filled and isinstance(value, (Tensor, np.ndarray)))
+        and not (name in filled and isinstance(value, _ARRAYS))
     }
     return {
-        f"{type(part).__name__}.{name}": fingerprint_of(value)
-        if isinstance(value, (Tensor, np.ndarray))
-        else repr(value)
+        f"{type(part).__name__}.{name}": fingerprint_of(value) if isinstance(value, _ARRAYS) else repr(value)
         for name, value in values.items()
         if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }
@@ -156,14 +167,30 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 @functools.cache
 def _filled_when_read(kind: type) -> set[str]:
-    """The attributes into which reading a sample puts something, as into ``self.cache[index] = sample``."""
+    """The attributes that reading a sample, or drawing an order, sets, as ``self.cache[index] = sample`` does.
+
+    The methods that are called for it count as well.
+    """
     found: set[str] = set()
-    for method in ("__getitem__", "__getitems__"):
-        tree = tree_of_object(getattr(kind, method, None))
-        items = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
-        names = (name_of(node.value) for node in items if isinstance(node.ctx, ast.Store))
-        found |= {name.removeprefix("self.") for name in names if name is not None}
+    methods, seen = ["__getitem__", "__getitems__", "__iter__"], set[str]()
+    while methods:
+        method = methods.pop()
+        if method in seen:
+            continue
+        seen.add(method)
+        for node in ast.walk(tree_of_object(getattr(kind, method, None))):
+            if isinstance(node, ast.Call):
+                methods += _of_self(node.func)
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                found.update(_of_self(node.value))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.update(_of_self(node))
     return found
+
+
+def _of_self(node: ast.AST) -> list[str]:
+    owner, _, name = (name_of(node) or "").rpartition(".")
+    return [name] if owner == "self" else []
 
 
 def _data_sets(value: Any, depth: int) -> Iterator[Any]:

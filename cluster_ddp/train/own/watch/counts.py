@@ -17,10 +17,17 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from cluster_ddp.train.own.kept import KeptValues
-from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
+from cluster_ddp.train.own.program import (
+    found_or_nothing,
+    reachable,
+    running_frames,
+    running_variables,
+    variables_of,
+)
 from cluster_ddp.train.own.watch.syntax import (
     SCOPES,
     Text,
+    added_to,
     assigned,
     begins_with_number,
     below,
@@ -55,7 +62,7 @@ class Counts:
 
     First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
-    the epochs since, and the best weights so far. Last, the program's own objects for early stopping. The source of the
+    the epochs since, and copies of the weights. Last, the program's own objects for early stopping. The source of the
     running functions shows whether a number is compared, or goes into an assignment or the loss. Numbers that are only
     printed, logged, or used every n steps (``step % 100``) are not reported, unless a model is called or changed there,
     nor are those of a generator that only passes the batches on.
@@ -86,11 +93,11 @@ class Counts:
             if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     if (text := _loops_of(frame)) is not None:
-                        found = _counts_in(text, functools.partial(value_of, frame=frame))
+                        find = functools.partial(value_of, frame=frame)
+                        found = _counts_in(text, find)
                         counts |= {name for name in found if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
-                        best = (name for name in _best_weights_in(text) if not is_saved(name, frame, self._passed_in))
-                        carried |= set(best)
+                        carried |= {name for name in _copied_weights_in(text, find) if not self._is_saved(name, frame)}
         if counts:
             first = last_part(min(counts))
             self._warn(
@@ -130,6 +137,11 @@ class Counts:
             found = found[ast.literal_eval(key.removesuffix("]"))]
         is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
         return is_number and not is_saved(holder, frame, self._passed_in)
+
+    def _is_saved(self, name: str, frame: FrameType) -> bool:
+        found = variables_of(frame).get(name)
+        is_kept = found is not None and any(found is value for value in self._kept.values.values())
+        return is_kept or is_saved(name, frame, self._passed_in)
 
 
 def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:
@@ -267,15 +279,30 @@ def _carried_in(text: Text) -> Iterator[str]:
                         yield name
 
 
-def _best_weights_in(text: Text) -> Iterator[str]:
-    """Variables that some epochs set to a copy of the weights, and that are read after the loop."""
+def _copied_weights_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
+    """Variables that epochs set to a copy of the weights, or to which they add one, and that are read afterwards."""
     outer = text.loops[0]
     read = {name_of(node) for node in text.parents if getattr(node, "lineno", 0) > (outer.end_lineno or 0)}
     for node in below(outer, text.parents):
-        if isinstance(node, ast.Assign) and _COPIES.search(ast.unparse(node.value)):
-            inside = itertools.takewhile(lambda around: around is not outer, nodes_around(node, text.parents))
-            if any(isinstance(around, ast.If) for around in inside):
-                yield from (name for name in assigned(node) if name in read and "[" not in name)
+        value = getattr(node, "value", None)
+        if not isinstance(node, ast.stmt) or value is None or not _COPIES.search(ast.unparse(value)):
+            continue
+        inside = itertools.takewhile(lambda around: around is not outer, nodes_around(node, text.parents))
+        if isinstance(node, ast.Assign) and any(isinstance(around, ast.If) for around in inside):
+            yield from (name for name in assigned(node) if name in read and "[" not in name)
+        if _copies_model(value, find):
+            yield from added_to(node) & read
+
+
+def _copies_model(value: ast.AST, find: Callable[[str], Any]) -> bool:
+    """Whether this calls `state_dict`, or a function of a model itself."""
+    for call in (node for node in ast.walk(value) if isinstance(node, ast.Call)):
+        if (name_of(call.func) or "").endswith("state_dict"):
+            return True
+        with contextlib.suppress(Exception):  # neither a variable nor an attribute
+            if any(isinstance(find(name_of(argument) or ""), nn.Module) for argument in call.args):
+                return True
+    return False
 
 
 def _is_read_first(body: Sequence[ast.stmt], name: str, among: Container[ast.AST] | None = None) -> bool | None:

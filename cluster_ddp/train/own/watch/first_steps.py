@@ -12,6 +12,7 @@ from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import one_search
+from cluster_ddp.train.own.watch.before_batches import BeforeBatches
 from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
@@ -75,7 +76,12 @@ def first_steps_of(
         yield from (*passed_in.tensors(), *loop.kept.tensors())
 
     def seeded() -> list[Any]:
-        return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
+        return [
+            *loop.generators,
+            *passed_in.generators(),
+            *OwnGenerators(loader),
+            *([] if batches is None else batches.generators),
+        ]
 
     said: list[str] = []
 
@@ -95,6 +101,7 @@ def first_steps_of(
             OuterOptimizers(passed_in, tell),
             Queues(passed_in, loop.kept, tell),
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), tell),
+            BeforeBatches(passed_in, loop.kept, tell),
             Carried(loop.kept, tell),
             Counts(tell, passed_in.others.values(), loop.kept),
             Rounds(lambda: loop.step, tell, passed_in.others.values()),

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_frames, variables_of
-from cluster_ddp.train.own.values import fingerprint_of
+from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.syntax import (
     assigned,
     below,
+    changed_in_place_after_use,
     feeding_loss,
     is_of_clock,
     is_of_library,
@@ -34,12 +37,17 @@ from cluster_ddp.train.own.watch.syntax import (
 
 _LISTS = (list, collections.deque)
 _OTHERS = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
+_ARRAYS = (Tensor, np.ndarray)
 _MOST = 1000  # parts of a list or dict that are compared
+_MOST_ELEMENTS = 2**24  # of a tensor that is compared as a whole, since a step may change a few rows of it
 _Parts = dict[Any, int | float]
 
 
 class InLoss:
-    """Warns, after the second step, about lists and objects that steps change and the loss depends on.
+    """Warns, after the second step, about lists, objects, tensors and arrays that steps change and the loss depends on.
+
+    Tensors and arrays count if the loop computes the loss from them before it changes them in place, such as a bank of
+    features; those that each step fills first do not.
 
     The source of the running functions shows what the loss depends on, so that whatever only prints is not reported.
     Variables that the loop sets are left to `Counts` and `Carried`.
@@ -74,9 +82,9 @@ class InLoss:
         if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", said)):
             self._warn(
                 f"steps change {', '.join(names)}, from which the loss is computed and which no checkpoint contains: a "
-                "resume starts with what the program puts there before the loop, and is not exact. Keep lists, for "
-                "example with kept = run.keep(losses=losses); give an object state_dict() "
-                "and load_state_dict(), and pass it in"
+                "resume starts with what the program puts there before the loop, and is not exact. Keep lists, tensors "
+                "and arrays, for example with kept = run.keep(losses=losses); give an object state_dict() and "
+                "load_state_dict(), and pass it in"
             )
 
     def _now(self) -> dict[str, _Parts]:
@@ -93,12 +101,18 @@ class InLoss:
             return
         setting = (text.loops[0], *below(text.loops[0], text.parents))
         set_here = {name.partition("[")[0] for node in setting for name in assigned(node)}
-        for name in feeding_loss(text).names:
+        feeding = feeding_loss(text)
+        for name in feeding.names:
             parts = name.split(".")
             if not set_here.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts) + 1)):
                 continue
             with contextlib.suppress(Exception):  # not a variable or an attribute
                 found = value_of(name, frame)
+                if isinstance(found, _ARRAYS):
+                    is_saved_here = is_saved(name, frame, self._passed_in) or self._holds(found)
+                    if not is_saved_here and changed_in_place_after_use(name, text, feeding.statements):
+                        yield name, {None: _whole(found)}
+                    continue
                 if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
                     name = name.rpartition(".")[0]
                     found = value_of(name, frame)
@@ -110,6 +124,13 @@ class InLoss:
             return False
         is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
         return is_own or isinstance(found, _LISTS)
+
+    def _holds(self, found: Tensor | np.ndarray[Any, Any]) -> bool:
+        """Whether this tensor or array is kept, or a tensor of what was passed in."""
+        modules = (thing for thing in self._passed_in if isinstance(thing, nn.Module))
+        tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        is_of_module = isinstance(found, Tensor) and found.data_ptr() in {tensor.data_ptr() for tensor in tensors}
+        return is_of_module or any(found is value for value in self._kept.values.values())
 
     def _has_changed(self, was: _Parts, now: _Parts) -> bool:
         """Whether it has, in more than numbers that the loop keeps."""
@@ -130,6 +151,15 @@ def _contents(value: Any) -> _Parts:
     """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
     parts = [(key, part) for key, part in _parts_of(value)[-_MOST:] if getattr(part, "grad_fn", None) is None]
     return {key: part if type(part) in (int, float) else fingerprint_of(part) for key, part in parts}
+
+
+def _whole(value: Tensor | np.ndarray[Any, Any]) -> int:
+    """A fingerprint of all elements, unless there are too many."""
+    if isinstance(value, np.ndarray):
+        return fingerprint(value) if value.size <= _MOST_ELEMENTS else fingerprint_of(value)
+    return (
+        fingerprint(value.detach()) if has_values(value) and value.numel() <= _MOST_ELEMENTS else fingerprint_of(value)
+    )
 
 
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:

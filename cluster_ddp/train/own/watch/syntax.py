@@ -9,7 +9,7 @@ import linecache
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple
@@ -139,8 +139,46 @@ def feeding_loss(text: Text) -> Feeding:
         found.statements.add(statement)
         value = getattr(statement, "value", None) or statement
         found.names.update(name for part in ast.walk(value) if (name := name_of(part)) is not None)
-        todo += [node for node in setting if node not in found.statements and assigned(node) & found.names]
+        todo += [
+            node for node in setting if node not in found.statements and (assigned(node) | added_to(node)) & found.names
+        ]
     return found
+
+
+def changed_in_place_after_use(name: str, text: Text, using: Container[ast.AST]) -> bool:
+    """Whether a running loop uses a tensor or an array in one of these statements before it changes it in place.
+
+    A statement that only calls a function on it, or with it, may change it.
+    """
+    for loop in text.loops:
+        uses = sorted(
+            (node for node in below(loop, text.parents) if name_of(node) == name),
+            key=lambda node: (node.lineno, node.col_offset),  # type: ignore[attr-defined]
+        )
+        statements = [next(at for at in nodes_around(use, text.parents) if isinstance(at, ast.stmt)) for use in uses]
+        changing = [_changes_in_place(statement, name) for statement in statements]
+        if any(changing) and (isinstance(statements[0], ast.AugAssign) or (statements[0] in using and not changing[0])):
+            return True
+    return False
+
+
+def _changes_in_place(statement: ast.stmt, name: str) -> bool:
+    if isinstance(statement, ast.Expr):
+        return not _goes_backward(statement.value)
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    parts = (part for target in targets if target is not None for part in ast.walk(target))
+    return isinstance(statement, (ast.Assign, ast.AugAssign)) and any(is_read(part, name) for part in parts)
+
+
+def added_to(node: ast.AST) -> set[str]:
+    """What this adds an item to, by ``weights.append(...)``, or sets one of, by ``weights[epoch, 0] = ...``."""
+    call = getattr(node, "value", None)
+    if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        items = [call.func.value] if call.func.attr == "append" else []
+    else:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        items = [to.value for to in targets if isinstance(to, ast.Subscript) and name_of(to) is None]
+    return {name for item in items if (name := name_of(item)) is not None}
 
 
 def _goes_backward(call: ast.AST) -> bool:

@@ -1,0 +1,110 @@
+"""Detects what code before the batches of an epoch computes from the model, which a resume there computes anew."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from cluster_ddp.train.own.kept import KeptValues
+from cluster_ddp.train.own.passed_in import PassedIn
+from cluster_ddp.train.own.program import running_frames
+from cluster_ddp.train.own.values import has_tensors, has_values, tensors_in
+from cluster_ddp.train.own.watch.syntax import assigned, is_of_library, is_saved, name_of, text_of, value_of
+
+
+class BeforeBatches:
+    """Warns, after the second step, about what each epoch computes from the model before its batches, which use it.
+
+    Examples are a copy of the model for SVRG, or labels for the samples by clustering their features. When an epoch is
+    resumed in the middle, that code runs again, with other weights than at the beginning of the epoch. Only tensors,
+    arrays, modules and data sets count, unless they are passed in or kept, since these are restored after that code.
+
+    Parameters
+    ----------
+    passed_in
+        What was passed in.
+    kept
+        What the loop keeps with `ScriptRun.keep`.
+    warn
+        Called with the message.
+    """
+
+    def __init__(self, passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> None:
+        self._passed_in, self._kept, self._warn = passed_in, kept, warn
+        self._held: set[int] = set()
+
+    def first(self) -> None:
+        """Does nothing: the source is checked after the second step."""
+
+    def second(self) -> None:
+        """Call after the second step."""
+        tensors = (*self._passed_in.tensors(), *self._kept.tensors())
+        self._held = {tensor.data_ptr() for tensor in tensors if has_values(tensor)}
+        names: set[str] = set()
+        for frame in running_frames():
+            if not is_of_library(frame.f_code.co_filename):
+                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
+                    names.update(self._in(frame))
+        if names:
+            self._warn(
+                f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
+                "within the epoch computes that again, from other weights, and is exact only if no step depends on it. "
+                "Compute it after the batches instead, and once before the loop, in what run.keep() keeps "
+                "(kept = run.keep(labels=...)) or in a module that is passed in"
+            )
+
+    def _in(self, frame: FrameType) -> Iterator[str]:
+        loops = (loop for loop in text_of(frame).loops if isinstance(loop, ast.For))
+        for loop in loops:
+            if not (isinstance(loop.iter, ast.Call) and (name_of(loop.iter.func) or "").endswith(".epochs")):
+                continue
+            running = next(part for part in loop.body if part.lineno <= frame.f_lineno <= (part.end_lineno or 0))
+            read = {name_of(node) for node in ast.walk(running)}
+            computed: set[str] = set()
+            for statement in loop.body[: loop.body.index(running)]:
+                for names, value in _setting(statement):
+                    parts = list(ast.walk(value))
+                    if any(name_of(part) in computed or self._is_trained(part, frame) for part in parts):
+                        computed |= {name for name in names if not isinstance(_value(name, frame), ModuleType)}
+                        yield from (name for name in names if self._is_lost(name, frame, is_read=name in read))
+
+    def _is_trained(self, node: ast.AST, frame: FrameType) -> bool:
+        found = _value(name_of(node) or "", frame)
+        return isinstance(found, nn.Module) and self._shares(found)
+
+    def _is_lost(self, name: str, frame: FrameType, *, is_read: bool) -> bool:
+        owner = name.rpartition(".")[0]
+        if isinstance(_value(owner or name, frame), Dataset):
+            return True  # the batches are read from it
+        found = _value(name, frame)
+        if not is_read or is_saved(name, frame, []) or any(found is value for value in self._kept.values.values()):
+            return False
+        return (isinstance(found, nn.Module) or has_tensors(found)) and not self._shares(found)
+
+    def _shares(self, found: Any) -> bool:
+        """Whether this is, or has, a tensor that is saved."""
+        tensors = (*found.parameters(), *found.buffers()) if isinstance(found, nn.Module) else tensors_in(found)
+        return any(tensor.data_ptr() in self._held for tensor in tensors if has_values(tensor))
+
+
+def _value(name: str, frame: FrameType) -> Any:
+    with contextlib.suppress(Exception):  # neither a variable nor an attribute, or not yet set
+        return value_of(name, frame)
+    return None
+
+
+def _setting(statement: ast.stmt) -> Iterator[tuple[set[str], ast.AST]]:
+    """What assignments set, and the objects of which methods are called for their effect; each with what goes in."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Assign):
+            yield assigned(node), node.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            owner = name_of(getattr(node.value.func, "value", ast.Constant(None)))
+            arguments: list[ast.expr] = [*node.value.args, *(word.value for word in node.value.keywords)]
+            yield {owner} if owner else set(), ast.Tuple(arguments, ast.Load())
