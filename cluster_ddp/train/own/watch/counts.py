@@ -24,6 +24,7 @@ from cluster_ddp.train.own.program import (
     running_variables,
     variables_of,
 )
+from cluster_ddp.train.own.watch.decisive import is_decay, is_decisive, is_rate
 from cluster_ddp.train.own.watch.syntax import (
     SCOPES,
     Text,
@@ -43,7 +44,6 @@ from cluster_ddp.train.own.watch.syntax import (
     last_part,
     name_of,
     nodes_around,
-    sets_rate,
     text_of,
     tree_of_object,
     value_of,
@@ -54,7 +54,6 @@ _OF_EPOCH = re.compile(r"epoch|\blen\(")
 _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
 _METHODS_THAT_CHANGE = {"load_state_dict", "update_parameters"}
-_OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
 class Counts:
@@ -239,7 +238,7 @@ def _counts_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
         is_of_epoch = any(outer in nodes_around(node, parents) for node in others if not _begins_epoch(node))
         uses = (node for node in below(outer, parents) if is_read(node, name))
         if any(
-            _is_decisive(node, name, parents, is_of_epoch=is_of_epoch)
+            is_decisive(node, name, parents, is_of_epoch=is_of_epoch)
             or any(_changes_model(part.body, inside) for part, inside in _decided_every_so_often(node, parents, find))
             for node in uses
         ):
@@ -256,7 +255,7 @@ def _carried_in(text: Text) -> Iterator[str]:
         inside = {node: names for node, names in assigning.items() if loop in nodes_around(node, parents)}
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
-            decays = any(_is_decay(node) for node, names in inside.items() if name in names)
+            decays = any(is_decay(node) for node, names in inside.items() if name in names)
             begins = name in shared or any(map(begins_with_number, before))
             if _is_restored(before, parents, begins=begins):
                 continue
@@ -268,8 +267,8 @@ def _carried_in(text: Text) -> Iterator[str]:
             if _is_read_first(loop.body, name):
                 uses = (node for node in below(outer, parents) if is_read(node, name))
                 if any(
-                    _is_rate(node, parents)
-                    or ((starts_over or decays) and _is_decisive(node, name, parents, is_of_epoch=not decays))
+                    is_rate(node, parents)
+                    or ((starts_over or decays) and is_decisive(node, name, parents, is_of_epoch=not decays))
                     for node in uses
                 ):
                     yield name
@@ -370,17 +369,6 @@ def _is_restored(before: Sequence[ast.AST], parents: dict[ast.AST, ast.AST], *, 
     return any(map(is_last, restored))
 
 
-def _is_decay(node: ast.AST) -> bool:
-    """Whether this is a step of a schedule, as ``temperature *= 0.9``."""
-    return isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div))
-
-
-def _is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether this use sets a learning rate, as in ``group["lr"] = lr``."""
-    statement = next((around for around in nodes_around(use, parents) if isinstance(around, ast.stmt)), None)
-    return statement is not None and sets_rate(statement)
-
-
 def _decided_every_so_often(
     use: ast.AST, parents: dict[ast.AST, ast.AST], find: Callable[[str], Any], depth: int = 1
 ) -> Iterator[tuple[ast.If, Callable[[str], Any]]]:
@@ -403,21 +391,3 @@ def _decided_every_so_often(
                     if any(value is use and is_read(node, name) for name, value in given.items()):
                         found_there = functools.partial(_in_call, call, function, find)
                         yield from _decided_every_so_often(node, inside, found_there, depth - 1)
-
-
-def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:
-    """Whether the loop's behavior depends on this use of a count; `is_of_epoch`: it restarts in each epoch."""
-    for around in nodes_around(use, parents):
-        if isinstance(around, ast.FormattedValue):
-            return False
-        if isinstance(around, ast.BinOp) and isinstance(around.op, ast.Mod) and around.left is use:
-            return False
-        if isinstance(around, ast.Compare):
-            return True
-        if isinstance(around, ast.Expr):  # on a count within the epoch, too
-            call = around.value
-            words = re.split(r"[._]", ast.unparse(call.func).lower()) if isinstance(call, ast.Call) else []
-            return not _OF_RATES.isdisjoint(words)
-        if isinstance(around, ast.stmt):
-            return not is_of_epoch and isinstance(around, (ast.Assign, ast.AugAssign)) and name not in assigned(around)
-    return False
