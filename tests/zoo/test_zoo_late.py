@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from zoo_data import samples
 from zoo_models import CLASSES, FEATURES
-from zoo_told import told
+from zoo_told import SHORT, told
 from zoo_training import Case, ZooTask, judge
 
 TEACHER = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))
@@ -131,3 +131,78 @@ class Relabels(ZooTask):
 def test_labels_that_are_drawn_anew_in_each_attempt_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(), tmp_path, Relabels)
     assert "a sample of train_data() has changed since the checkpoint was saved" in capfd.readouterr().err
+
+
+class CountsByNumber(ZooTask):
+    """Counts by the number of a class, which comes back as a string."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.seen: dict[Any, int] = {}
+        self.by_name: dict[Any, int] = {}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for label in batch[1].tolist():
+            self.seen[label] = self.seen.get(label, 0) + 1
+            self.by_name[label] = self.by_name.get(label, 0) + 1
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {str(key): number for key, number in self.seen.items()}, "by_name": self.by_name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.by_name = state["seen"], state["by_name"]
+
+
+def test_numbers_as_keys_that_come_back_as_strings_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(CountsByNumber, tmp_path, capfd) == ["task.seen"]
+
+
+class Memory:
+    """Holds a few numbers."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.place = 0
+
+
+MEMORY = Memory()
+
+
+class LoadsLittle(ZooTask):
+    """Its load_state_dict() begins anew with what it does not save, in objects that the check shares with the task."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.memory, self.places = Memory(), dict[int, int]()
+        self.counted: list[tuple[int, ...]] = []
+        MEMORY.__init__()  # type: ignore[misc]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for memory in (self.memory, MEMORY):
+            memory.place += 1
+            memory.numbers.append(memory.place)
+        self.places[self.memory.place] = MEMORY.place
+        memories = (self.memory, MEMORY)
+        self.counted.append((len(self.places), *(memory.place for memory in memories), *self.memory.numbers))
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.memory.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.places.clear()
+        self.memory.numbers[:], self.memory.place = state["numbers"], 0
+        MEMORY.numbers, MEMORY.place = state["numbers"], 0
+
+
+def test_a_check_leaves_the_objects_of_the_task_as_they_are(tmp_path: Path) -> None:
+    tasks: list[LoadsLittle] = []
+
+    def make(case: Case, crash: int | None = None) -> LoadsLittle:
+        tasks.append(LoadsLittle(case, crash))
+        return tasks[-1]
+
+    judge(Case(train=SHORT), tmp_path, make, crashes=())
+    assert [counted[:3] for counted in tasks[0].counted] == [(number, number, number) for number in (1, 2, 3)]
+    assert tasks[0].counted[-1][3:] == (1, 2, 3)

@@ -280,6 +280,7 @@ class Watch:
         was = self._looks[0][0]
         changed = [name for name in self._changes[0] if name.startswith("task.")]
         lost = {name for name in changed if now.is_lost(name, was, again)}
+        lost |= {name for name in now.keys_lost(again) if _is_fresh(name, changed)}
         if self.before_loading is not None:
             lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
