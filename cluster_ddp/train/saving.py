@@ -56,6 +56,7 @@ class Saving:
         self._rank = world.rank
         self._warned: set[str] = set()
         self._next_check = math.inf  # in `time.monotonic` time, once there is something to compare with
+        self._has_looked = False  # after an evaluation
         self._logged: set[str] = set()  # metrics logged by a custom loop, which may log anything
         self._is_best_due = False
         self._checked: SavePlan | None = None
@@ -214,6 +215,14 @@ class Saving:
     def check_unsaved(self, state: State) -> None:
         """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
         if time.monotonic() >= self._next_check and not state.communicates:  # the ranks' clocks differ
+            self.warn_unsaved(state)
+
+    def check_evaluated(self, state: State) -> None:
+        """Call after an evaluation: runs `warn_unsaved`, since the next step may use up what the evaluation leaves."""
+        if self._steps_here < _CHECKED_AFTER or self._has_looked:
+            self.check_unsaved(state)
+        else:
+            self._has_looked = True
             self.warn_unsaved(state)
 
     def warn_unsaved(self, state: State) -> None:

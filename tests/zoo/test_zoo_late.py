@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 from zoo_data import samples
 from zoo_models import CLASSES, FEATURES
@@ -206,3 +208,92 @@ def test_a_check_leaves_the_objects_of_the_task_as_they_are(tmp_path: Path) -> N
     judge(Case(train=SHORT), tmp_path, make, crashes=())
     assert [counted[:3] for counted in tasks[0].counted] == [(number, number, number) for number in (1, 2, 3)]
     assert tasks[0].counted[-1][3:] == (1, 2, 3)
+
+
+class CountsLate(CountsByNumber):
+    """Begins after the first steps."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        return super().loss(model, batch) if self.trainer.step > 1 else ZooTask.loss(self, model, batch)
+
+
+def test_numbers_as_keys_beside_the_same_as_strings_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(train={"steps": 5, "ema_decay": None}), tmp_path, CountsLate, crashes=(4,))
+    assert "task.seen, which no checkpoint contains" in capfd.readouterr().err
+
+
+class SumsUp(ZooTask):
+    """Its next step uses up what its evaluation has left."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.sum, self.level = 0.0, 1.0
+
+    def eval_data(self) -> Dataset[Any]:
+        return TensorDataset(*samples())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        inputs, labels = batch
+        losses = F.cross_entropy(model(inputs), labels, reduction="none")
+        self.sum += float(losses.sum())
+        return {"loss": losses}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self.sum:
+            self.level, self.sum = self.sum, 0.0
+        return super().loss(model, batch) * self.level
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+
+def test_what_an_evaluation_leaves_for_the_next_step_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(SumsUp, tmp_path, capfd, evaluate_every=2) == ["task.sum"]
+
+
+class Noisier(Dataset[Any]):
+    """Adds as much noise as it is told to."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = samples()
+        self.level = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index] + self.level * torch.randn(FEATURES), self.labels[index]
+
+
+class RaisesLevel(ZooTask):
+    """Saves the level of its set, which it raises within the first pass, after the first steps."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.data = Noisier()
+
+    def train_data(self) -> Dataset[Any]:
+        return self.data
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 4:
+            self.data.level += 1
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.data.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data.level = state["level"]
+
+
+def test_a_level_that_the_state_holds_may_rise_within_the_first_pass(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert str(judge(Case(), tmp_path, RaisesLevel)) == "exact"
+    assert "after a pass" not in capfd.readouterr().err
