@@ -297,3 +297,21 @@ def test_a_level_that_the_state_holds_may_rise_within_the_first_pass(
 ) -> None:
     assert str(judge(Case(), tmp_path, RaisesLevel)) == "exact"
     assert "after a pass" not in capfd.readouterr().err
+
+
+class AsksOnce(ZooTask):
+    """Sets something in the last step of every three, which the next one uses up."""
+
+    pending = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        factor = 2 if self.pending else 1
+        self.pending = self.trainer.step % 3 == 2
+        return super().loss(model, batch) * factor
+
+
+def test_what_is_there_only_when_a_checkpoint_is_saved_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(AsksOnce, tmp_path, capfd, steps=5) == ["task.pending"]
