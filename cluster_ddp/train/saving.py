@@ -56,6 +56,7 @@ class Saving:
         self._rank = world.rank
         self._warned: set[str] = set()
         self._next_check = math.inf  # in `time.monotonic` time, once there is something to compare with
+        self._looked: set[str] = set()  # moments at which `warn_unsaved` has run
         self._logged: set[str] = set()  # metrics logged by a custom loop, which may log anything
         self._is_best_due = False
         self._checked: SavePlan | None = None
@@ -163,6 +164,7 @@ class Saving:
         self._is_best_due = False
         if self._checkpointer is None or (self.has_saved(step) and not again):
             return
+        self.look_at("a save", state)
         tensors, scalars = collected = state.collect()
         refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
         self._check(state, step, collected)
@@ -214,6 +216,17 @@ class Saving:
     def check_unsaved(self, state: State) -> None:
         """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
         if time.monotonic() >= self._next_check and not state.communicates:  # the ranks' clocks differ
+            self.warn_unsaved(state)
+
+    def look_at(self, moment: str, state: State) -> None:
+        """Call after an evaluation and before a save: runs `warn_unsaved` at the first, otherwise occasionally.
+
+        The next step may use up what an evaluation leaves, or the last step of an epoch.
+        """
+        if self._steps_here < _CHECKED_AFTER or moment in self._looked:
+            self.check_unsaved(state)
+        else:
+            self._looked.add(moment)
             self.warn_unsaved(state)
 
     def warn_unsaved(self, state: State) -> None:

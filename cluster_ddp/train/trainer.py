@@ -351,6 +351,7 @@ class Trainer:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)
+            self.session.saving.look_at("an evaluation", self.state)
             self.log.record_evaluation(self.step, self.stream.epoch(self.step - 1), named)
         self.session.beat.enter(Phase.TRAINING)
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 from zoo_data import samples
 from zoo_models import CLASSES, FEATURES
-from zoo_told import told
+from zoo_told import SHORT, told
 from zoo_training import Case, ZooTask, judge
 
 TEACHER = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))
@@ -131,3 +133,185 @@ class Relabels(ZooTask):
 def test_labels_that_are_drawn_anew_in_each_attempt_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(), tmp_path, Relabels)
     assert "a sample of train_data() has changed since the checkpoint was saved" in capfd.readouterr().err
+
+
+class CountsByNumber(ZooTask):
+    """Counts by the number of a class, which comes back as a string."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.seen: dict[Any, int] = {}
+        self.by_name: dict[Any, int] = {}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for label in batch[1].tolist():
+            self.seen[label] = self.seen.get(label, 0) + 1
+            self.by_name[label] = self.by_name.get(label, 0) + 1
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {str(key): number for key, number in self.seen.items()}, "by_name": self.by_name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.by_name = state["seen"], state["by_name"]
+
+
+def test_numbers_as_keys_that_come_back_as_strings_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(CountsByNumber, tmp_path, capfd) == ["task.seen"]
+
+
+class Memory:
+    """Holds a few numbers."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.place = 0
+
+
+MEMORY = Memory()
+
+
+class LoadsLittle(ZooTask):
+    """Its load_state_dict() begins anew with what it does not save, in objects that the check shares with the task."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.memory, self.places = Memory(), dict[int, int]()
+        self.counted: list[tuple[int, ...]] = []
+        MEMORY.__init__()  # type: ignore[misc]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for memory in (self.memory, MEMORY):
+            memory.place += 1
+            memory.numbers.append(memory.place)
+        self.places[self.memory.place] = MEMORY.place
+        memories = (self.memory, MEMORY)
+        self.counted.append((len(self.places), *(memory.place for memory in memories), *self.memory.numbers))
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.memory.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.places.clear()
+        self.memory.numbers[:], self.memory.place = state["numbers"], 0
+        MEMORY.numbers, MEMORY.place = state["numbers"], 0
+
+
+def test_a_check_leaves_the_objects_of_the_task_as_they_are(tmp_path: Path) -> None:
+    tasks: list[LoadsLittle] = []
+
+    def make(case: Case, crash: int | None = None) -> LoadsLittle:
+        tasks.append(LoadsLittle(case, crash))
+        return tasks[-1]
+
+    judge(Case(train=SHORT), tmp_path, make, crashes=())
+    assert [counted[:3] for counted in tasks[0].counted] == [(number, number, number) for number in (1, 2, 3)]
+    assert tasks[0].counted[-1][3:] == (1, 2, 3)
+
+
+class CountsLate(CountsByNumber):
+    """Begins after the first steps."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        return super().loss(model, batch) if self.trainer.step > 1 else ZooTask.loss(self, model, batch)
+
+
+def test_numbers_as_keys_beside_the_same_as_strings_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(train={"steps": 5, "ema_decay": None}), tmp_path, CountsLate, crashes=(4,))
+    assert "task.seen, which no checkpoint contains" in capfd.readouterr().err
+
+
+class SumsUp(ZooTask):
+    """Its next step uses up what its evaluation has left."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.sum, self.level = 0.0, 1.0
+
+    def eval_data(self) -> Dataset[Any]:
+        return TensorDataset(*samples())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        inputs, labels = batch
+        losses = F.cross_entropy(model(inputs), labels, reduction="none")
+        self.sum += float(losses.sum())
+        return {"loss": losses}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self.sum:
+            self.level, self.sum = self.sum, 0.0
+        return super().loss(model, batch) * self.level
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+
+def test_what_an_evaluation_leaves_for_the_next_step_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(SumsUp, tmp_path, capfd, evaluate_every=2) == ["task.sum"]
+
+
+class Noisier(Dataset[Any]):
+    """Adds as much noise as it is told to."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = samples()
+        self.level = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index] + self.level * torch.randn(FEATURES), self.labels[index]
+
+
+class RaisesLevel(ZooTask):
+    """Saves the level of its set, which it raises within the first pass, after the first steps."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.data = Noisier()
+
+    def train_data(self) -> Dataset[Any]:
+        return self.data
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 4:
+            self.data.level += 1
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.data.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data.level = state["level"]
+
+
+def test_a_level_that_the_state_holds_may_rise_within_the_first_pass(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert str(judge(Case(), tmp_path, RaisesLevel)) == "exact"
+    assert "after a pass" not in capfd.readouterr().err
+
+
+class AsksOnce(ZooTask):
+    """Sets something in the last step of every three, which the next one uses up."""
+
+    pending = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        factor = 2 if self.pending else 1
+        self.pending = self.trainer.step % 3 == 2
+        return super().loss(model, batch) * factor
+
+
+def test_what_is_there_only_when_a_checkpoint_is_saved_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(AsksOnce, tmp_path, capfd, steps=5) == ["task.pending"]

@@ -223,7 +223,7 @@ def test_the_modes_of_networks_beside_the_model_come_back(tmp_path: Path, capfd:
 class CountsModels(ZooTask):
     """Counts how often its model is made."""
 
-    made_so_far = 0
+    made_so_far = np.zeros(1)  # a check undoes what it changes, but for what is in an array
 
     def model(self) -> nn.Module:
         CountsModels.made_so_far += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from cluster_ddp.run.causes import comes_from_outside
 from cluster_ddp.train.data.another_worker import as_another_worker, in_copy_of_worker
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
+from cluster_ddp.train.data.made_from import AtFirst
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.sets import (
     Numbers,
@@ -76,6 +78,8 @@ class Fetcher:
         self._of_data: list[Any] | None = None
         self.is_tried = not exact
         self.is_changed_by_steps: Callable[[], bool] = bool  # what samples are made from; told elsewhere if need be
+        self.at_first: AtFirst = nullcontext  # gives the task the state that it had before training
+        self.is_resumed = False  # whether it had another when the first samples were fetched
         self._find_generators()
         # Whether generators at the top level of modules are seeded too; None, before the first batches: in any case.
         self._draws_around: bool | None = None if exact else False
@@ -318,15 +322,19 @@ class Fetcher:
         if worker is not None and worker.id != 0:
             self._at_first = None
             return
-        if self._positions is None and (now := length_of(self._data)) != self._length:
+        if self._positions is None and (items := length_of(self._data)) != self._length:
             self._at_first = None
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass, but had "
+                f"cluster_ddp: the training set ({type(self._data).__name__}) has {items} items after a pass, but had "
                 f"{self._length} before: every epoch uses the items that it had when training began. Give it its final "
                 "length, or derive it from IterableDataset"
             )
-        if not self.is_changed_by_steps() and fingerprint(self._read(epoch, indices)) != was:
+        if not self.is_changed_by_steps() and (now := fingerprint(self._read(epoch, indices))) != was:
             self._at_first = None
+            with self.at_first():  # they may be made from what the task saves, such as a level that it has just raised
+                again = fingerprint(self._read(epoch, indices))
+            if again == was or (self.is_resumed and again != now):
+                return
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) returns different samples after a pass "
                 "than before it, with the same seed: a resume is exact only if whatever changed in it is restored. A "

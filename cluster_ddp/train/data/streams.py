@@ -173,6 +173,8 @@ class MapStream:
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the length of the data set has changed since the save."""
         counts.expect_length(self.order.samples)
+        if not self._workers:
+            self._fetcher.at_first, self._fetcher.is_resumed = at_first, step > 0
         micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
         some = [next(micro_batches)] if step < self.total_steps else []
         # After the first batch, with which the set is checked.

@@ -275,6 +275,11 @@ class Attributes(Snapshot):
         are_numbers = type(leaf) is type(loaded) is float or (isinstance(leaf, Tensor) and isinstance(loaded, Tensor))
         return are_numbers and not self.has_alike(name, again)
 
+    def keys_lost(self, again: Attributes) -> set[str]:
+        """Dicts whose keys are no strings, and come back as such; names do not show that."""
+        dicts = self.keys.keys() & again.keys.keys()
+        return {name for name in dicts if again.keys[name] == {str} and str not in self.keys[name]}
+
     def is_value(self, name: str) -> bool:
         """Whether it is a number, a string or the like itself, and not only compared by one."""
         return name in self.leaves and name not in self._kinds

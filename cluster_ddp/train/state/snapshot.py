@@ -111,6 +111,8 @@ class Snapshot:
         self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
         self.limits: dict[str, int | None] = {}  # how many elements each deque may hold; None: any number
+        self.keys: dict[str, set[type]] = {}  # the classes of the keys of each dict
+        self.doubled: list[str] = []  # dicts that have a key also as a string
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
         self._named_before: dict[int, str] = {} if earlier is None else earlier._seen
         self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
@@ -191,6 +193,9 @@ class Snapshot:
             items = list(dict.items(value))
             keys = range(len(items)) if are_hooks(value) else [self._key(key, n) for n, (key, _) in enumerate(items)]
             parts = [part for _, part in items]
+            self.keys[name] = {type(key) for key, _ in items[:_WIDTH]}
+            if len(self.keys[name]) > 1 and any(str(key) in value for key, _ in items[:_WIDTH] if type(key) is not str):
+                self.doubled.append(name)
             self._look_into(zip(keys, parts, strict=False), name, depth)
             self._skim(name, items[_WIDTH:_FAR], parts[_WIDTH:_FAR], depth)
         elif isinstance(value, (list, tuple, collections.deque, np.ndarray)):

@@ -329,16 +329,20 @@ class State:
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[None]:
-        """Give the task, within the block, the state that it had before the first step of the run."""
-        now = copy.deepcopy(self._task_state())
-        if self._also is None or not self._first_of_task:
+        """Give the task, within the block, the state that it had before the first step of the run.
+
+        Not if its methods communicate, since not all ranks may call this.
+        """
+        if self._also is None or not self._first_of_task or self.communicates:
             yield
             return
-        self._also.load_state_dict(copy.deepcopy(self._first_of_task))
-        try:
-            yield
-        finally:
-            self._also.load_state_dict(now)
+        now = copy.deepcopy(self._task_state())
+        with self.undoing():
+            self._also.load_state_dict(copy.deepcopy(self._first_of_task))
+            try:
+                yield
+            finally:
+                self._also.load_state_dict(now)
 
     def put_back_first(self, also: Stateful, other: State | None = None) -> None:
         """Load into another task, of another state, the state that this one had before the first step.

@@ -1,7 +1,7 @@
 """Undoes what the user's code changes when it is called once more for a check, while the task goes on training.
 
 A task may keep its networks in a dict, or in a variable of its module, and find there what it trains: without this,
-those made for the check would take their place.
+those made for the check would take their place. An object in it may lose what load_state_dict() does not put back.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import operator
+import sys
+import threading
+import traceback
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.inner_parts import can_be_seen, elements, length
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, length
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.state.surroundings import modules_around
+from cluster_ddp.train.state.surroundings import is_of_user, modules_around
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
 _DEPTH = 3  # how deep in a new value a model is looked for
@@ -26,58 +30,83 @@ _LISTS = (list, set, collections.deque)
 
 @contextlib.contextmanager
 def undone(task: object) -> Iterator[None]:
-    """Restore afterwards which models and optimizers the task's attributes and the user's modules hold.
+    """Restore afterwards what the attributes of the task and of other objects of the user's hold, and their modules.
 
-    Covers their lists, dicts, sets and attributes as well. The contents of tensors are not restored.
+    Covers their lists, dicts and sets as well; in what belongs to libraries, only models and optimizers, since others
+    may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not restored.
     """
     modules = list(modules_around([task]))
     names = {module.__name__ for module in modules}
     variables = [value for module in modules for value in list(vars(module).values()) if can_be_seen(value)]
     classes = {value: None for value in variables if isinstance(value, type) and value.__module__ in names}
     of_classes = [value for kind in classes for value in list(vars(kind).values())]
-    kept: list[tuple[Any, Any]] = [(kind, dict(vars(kind))) for kind in classes]
-    kept += [(vars(module), dict(vars(module))) for module in modules]
+    kept: list[tuple[Any, Any, bool]] = [(kind, dict(vars(kind)), True) for kind in classes]
+    kept += [(vars(module), dict(vars(module)), True) for module in modules]
+    own = {id(value) for value in (*variables, *of_classes)}
     for part in parts_of(task, *variables, *of_classes):
+        is_own = is_of_user(type(part).__module__) or (id(part) in own and isinstance(part, CONTAINERS))
         place = None
         with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
             # By its type: a proxy may say that it is a dict.
             place = part if issubclass(type(part), (dict, *_LISTS)) else getattr(part, "__dict__", None)
         if isinstance(place, dict) and length(place) <= _FAR:
-            kept.append((place, dict(dict.items(place))))
+            kept.append((place, before := dict(dict.items(place)), is_own))
+            own.update(map(id, before.values()) if is_own else ())
         elif isinstance(place, _LISTS) and length(place) <= _FAR:
-            kept.append((place, list(elements(place))))
+            kept.append((place, elements_before := list(elements(place)), is_own))
+            own.update(map(id, elements_before) if is_own else ())
     try:
         yield
     finally:
-        for place, before in kept:
-            _put_back(place, before)
+        has_threads = _has_threads()
+        for place, was, is_own in kept:
+            _put_back(place, was, has_all=is_own and not has_threads)
 
 
-def _put_back(place: Any, before: Any) -> None:
+def _has_threads() -> bool:
+    """Whether another thread runs code of the user's."""
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    return any(
+        is_of_user(str(at.f_globals.get("__name__"))) for frame in others for at, _ in traceback.walk_stack(frame)
+    )
+
+
+def _put_back(place: Any, before: Any, *, has_all: bool) -> None:
     if isinstance(place, _LISTS):
         now = list(elements(place))
-        if (len(now) != len(before) or not all(map(operator.is_, now, before))) and _are_trained(now):
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return
+        if has_all or _are_trained(now):
             place.clear()
             (place.update if isinstance(place, set) else place.extend)(before)
         return
     entries: dict[Any, Any] = dict(vars(place)) if isinstance(place, type) else dict(dict.items(place))
     for key, value in entries.items():
-        if (key not in before or before[key] is not value) and _are_trained([value]):
+        is_other = key not in before or before[key] is not value
+        if is_other and ((has_all and not isinstance(value, ModuleType)) or _are_trained([value])):
+            _put_back_entry(place, key, before)
+    if has_all and not before.keys() <= entries.keys():
+        for key in before:  # all, in this order
+            if not isinstance(place, type):
+                _kind(place).pop(place, key, None)
             _put_back_entry(place, key, before)
 
 
 def _put_back_entry(place: Any, key: Any, before: dict[Any, Any]) -> None:
-    if isinstance(place, type) and key in before:
-        setattr(place, key, before[key])
-    elif isinstance(place, type):
-        delattr(place, key)
-    else:
-        # Not overridden ones; but an OrderedDict has an order of its own, which those of dict would spoil.
-        kind: Any = collections.OrderedDict if isinstance(place, collections.OrderedDict) else dict
+    if not isinstance(place, type):
         if key in before:
-            kind.__setitem__(place, key, before[key])
+            _kind(place).__setitem__(place, key, before[key])
         else:
-            kind.__delitem__(place, key)
+            _kind(place).__delitem__(place, key)
+    elif key not in before:
+        delattr(place, key)
+    elif vars(place).get(key) is not before[key]:
+        setattr(place, key, before[key])
+
+
+def _kind(place: Any) -> Any:
+    """Whose methods to call: not overridden ones; but an OrderedDict has an order of its own, which dict's spoil."""
+    return collections.OrderedDict if isinstance(place, collections.OrderedDict) else dict
 
 
 def _are_trained(values: list[Any]) -> bool:

@@ -164,6 +164,7 @@ class Watch:
         parts = self._names_of_parts(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
         found = {name for name, does in self._comes_back.items() if not does and name not in parts} | self._read
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
+        found.update(now.holders[name] for name in now.doubled if name.startswith("task."))  # the one was loaded
         self._read = set()
         if len(looks) == 2:  # before the first step, and after it
             self._anew = set_anew(changes[1], looks[0][0], looks[1][0], now)
@@ -280,6 +281,7 @@ class Watch:
         was = self._looks[0][0]
         changed = [name for name in self._changes[0] if name.startswith("task.")]
         lost = {name for name in changed if now.is_lost(name, was, again)}
+        lost |= {name for name in now.keys_lost(again) if _is_fresh(name, changed)}
         if self.before_loading is not None:
             lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
