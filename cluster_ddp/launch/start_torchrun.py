@@ -23,6 +23,7 @@ def main() -> None:
     with gc_paused():
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import api
+        from torch.distributed.launcher.api import LaunchConfig
 
         from cluster_ddp.launch.rendezvous import sign_rendezvous
     attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
@@ -30,8 +31,8 @@ def main() -> None:
     if not trains_a_task(sys.argv):  # a script can import the modules next to it, as when it is run directly
         os.environ.pop(SAFE_PATH_VARIABLE, None)
         sys.argv = script_set_apart(sys.argv)
-    # torch before 2.9 handles signals whatever PET_SIGNALS_TO_HANDLE says: the agent goes on ignoring them.
-    api._terminate_process_handler = signal.SIG_IGN  # type: ignore[assignment]
+    if not hasattr(LaunchConfig, "signals_to_handle"):  # older torch handles signals, whatever its environment says
+        api._terminate_process_handler = signal.SIG_IGN  # type: ignore[assignment]
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
     fast_exit(0)
