@@ -1,13 +1,19 @@
 """bf16 on a GPU: what this Trainer reaches of a hand-written loop's throughput, and what a save costs there.
 
-The same network (six layers, 4,096 wide), data (32,768 samples in memory), batch (2,048) and optimizer (fused AdamW) go
-through both in turn, in one process, and through the Trainer once more with three saves of its 1 GiB of state in the
-steps that are timed. A round is timed from the first step that counts to the last, the GPU idle at both ends. To reach:
-a ratio of at least 0.98, and saves hidden behind the steps: a save waits until the previous one is written, so the disk
-of `--folder` should be fast. `--profile` prints instead what takes the time on the GPU and on the host.
-`step_overhead.py` prints the figures too; by itself:
+The same network, data in memory, batch and optimizer (fused AdamW) go through both in turn, in one process:
 
-    python -m benchmarks.gpu_throughput [--rounds 5] [--steps 600] [--folder DIR] [--profile]
+- `transformer`: 12 layers, 768 wide, 124 million parameters, batches of 16 sequences of 1,024 tokens;
+- `wide`: six layers, 4,096 wide, 84 million parameters, batches of 2,048 rows. Its step of 3 ms is short for its
+  memory traffic: reading all gradients once more, by which they are checked, takes 5 % of it;
+- `wide, clipped`: the same with gradients clipped by their norm in both, which reads them in both.
+
+A round is timed from the first step that counts to the last, the GPU idle at both ends. To reach: a step at most 1.02
+times as long, and saves hidden behind the steps. A save's cost is the time by which a round with saves is longer, each
+started when the previous one has been written; beside it, `torch.save` of the same state in the hand-written loop.
+As the launcher does it, one CPU is left for the writing. `--profile` prints instead what takes the time of the wide
+network's steps. `step_overhead.py` prints the figures too; by itself:
+
+    python -m benchmarks.gpu_throughput [--rounds 4] [--folder DIR] [--profile]
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +41,80 @@ from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Task, Trainer
 
-WIDTH = 4096
-LAYERS = 6
-BATCH = 2048
-FEATURES = 256
-SAMPLES = 32768
 SETTLING_STEPS = 30
 """Steps at the start of a round that are not counted."""
-SAVES = 3
-"""Saves in the steps that count."""
+SAVES = 2
+"""Saves in a round with saves; the last has as much time as the first."""
+WIDTH, LAYERS, FEATURES, CLASSES = 4096, 6, 256, 10
+WORDS, LENGTH = 50304, 1024
+
+
+@dataclass(frozen=True)
+class Training:
+    """What both loops train."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    data: TensorDataset
+    loss: Callable[[nn.Module, Any], Tensor]
+    batch: int
+    steps: int  # that are timed
+    clip_norm: float | None = None
+
+
+class Transformer(nn.Module):
+    """A language model of the size of the smallest GPT-2."""
+
+    def __init__(self, width: int = 768, heads: int = 12, layers: int = 12) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.places = nn.Embedding(LENGTH, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.logits = nn.Linear(width, WORDS, bias=False)
+        self.logits.weight = self.words.weight
+        self.mask: Tensor
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
+        self.register_buffer("numbers", torch.arange(LENGTH), persistent=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Logits of the next words, shape (batch, length, words)."""
+        embedded = self.words(words) + self.places(self.numbers)
+        return self.logits(self.layers(embedded, mask=self.mask, is_causal=True))  # type: ignore[no-any-return]
+
+
+def wide_network() -> nn.Module:
+    """Build the network of linear layers."""
+    widths = [FEATURES, *[WIDTH] * LAYERS]
+    layers = [layer for sizes in itertools.pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def loss_of_classes(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of the wide network."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def loss_of_words(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of the language model."""
+    (words,) = batch
+    return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+
+def trainings() -> list[Training]:
+    """Make all, with their data."""
+    random = torch.Generator().manual_seed(0)
+    rows = TensorDataset(
+        torch.randn(32768, FEATURES, generator=random), torch.randint(CLASSES, (32768,), generator=random)
+    )
+    texts = TensorDataset(torch.randint(WORDS, (2048, LENGTH + 1), generator=random))
+    return [
+        Training("transformer", Transformer, texts, loss_of_words, batch=16, steps=150),
+        Training("wide", wide_network, rows, loss_of_classes, batch=2048, steps=1500),
+        Training("wide, clipped", wide_network, rows, loss_of_classes, batch=2048, steps=1500, clip_norm=1.0),
+    ]
 
 
 class Clock:
@@ -73,10 +146,10 @@ class Clock:
         self._begun += 1
 
     @property
-    def samples_per_second(self) -> float:
-        """The throughput of the steps that count."""
+    def seconds_per_step(self) -> float:
+        """Of the steps that count."""
         begin, end = self._times
-        return self._steps * BATCH / (end - begin)
+        return (end - begin) / self._steps
 
 
 def _await_preparations() -> None:
@@ -86,32 +159,25 @@ def _await_preparations() -> None:
             thread.join()
 
 
-class Wide(Task):
-    """The training, as the Trainer is given it."""
+class Timed(Task):
+    """A training, as the Trainer is given it."""
 
-    def __init__(self, data: TensorDataset, clock: Clock) -> None:
-        self.data, self.clock = data, clock
+    def __init__(self, training: Training, clock: Clock) -> None:
+        self.training, self.clock = training, clock
 
     def model(self) -> nn.Module:
-        return network()
+        torch.manual_seed(0)
+        return self.training.network()
 
     def train_data(self) -> Dataset[Any]:
-        return self.data
+        return self.training.data
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.clock.tick()
-        return F.cross_entropy(model(batch[0]), batch[1])
+        return self.training.loss(model, batch)
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         return adamw(model)
-
-
-def network() -> nn.Module:
-    """Build the network."""
-    torch.manual_seed(0)
-    widths = [FEATURES, *[WIDTH] * LAYERS]
-    layers = [layer for sizes in itertools.pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -119,109 +185,133 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def bare_loop(data: TensorDataset, steps: int, profile: torch.profiler.profile | None = None) -> Clock:
+def bare_loop(
+    training: Training,
+    profile: torch.profiler.profile | None = None,
+    *,
+    steps: int | None = None,
+    save_every: int | None = None,
+    folder: Path | None = None,
+) -> Clock:
     """Write the loop by hand, with pinned batches."""
+    steps = steps or training.steps
     clock = Clock(steps, profile)
-    features, classes = data.tensors
-    model = network().cuda()
+    torch.manual_seed(0)
+    model = training.network().cuda()
     optimizer = adamw(model)
     order = torch.empty(0, dtype=torch.int64)
-    for _ in range(SETTLING_STEPS + steps + 1):
-        if not len(order):
-            order = torch.randperm(SAMPLES)
-        rows, order = order[:BATCH], order[BATCH:]
+    for step in range(SETTLING_STEPS + steps + 1):
+        if len(order) < training.batch:
+            order = torch.randperm(len(training.data))
+        rows, order = order[: training.batch], order[training.batch :]
         clock.tick()
-        inputs = features[rows].pin_memory().to("cuda", non_blocking=True)
-        wanted = classes[rows].pin_memory().to("cuda", non_blocking=True)
+        batch = [tensor[rows].pin_memory().to("cuda", non_blocking=True) for tensor in training.data.tensors]
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(model(inputs), wanted)
+            loss = training.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        if training.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
+        if save_every and step and step % save_every == 0:
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
     return clock
 
 
 def this_trainer(
-    data: TensorDataset,
-    steps: int,
+    training: Training,
     profile: torch.profiler.profile | None = None,
     *,
-    saves: int = 0,
+    steps: int | None = None,
+    save_every: int | None = None,
     folder: Path | None = None,
 ) -> Clock:
     """Use this package's Trainer with its defaults, in a run directory."""
+    steps = steps or training.steps
     clock = Clock(steps, profile)
-    settings = {"steps": SETTLING_STEPS + steps + 1, "batch_size": BATCH, "precision": "bf16"}
-    sections = {"checkpoint": {"every_steps": steps // saves}} if saves else {}
-    job = JobSpec.model_validate({"name": "throughput", "task": "throughput:Wide", "train": settings, **sections})
+    settings = {
+        "steps": SETTLING_STEPS + steps + 1,
+        "batch_size": training.batch,
+        "precision": "bf16",
+        "clip_norm": training.clip_norm,
+    }
+    sections = {"checkpoint": {"every_steps": save_every}} if save_every else {}
+    job = JobSpec.model_validate({"name": "throughput", "task": "throughput:Timed", "train": settings, **sections})
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115
     with tempfile.TemporaryDirectory(dir=folder) as runs, nowhere, contextlib.redirect_stdout(nowhere):
         run = create_run(job, runs_dir=Path(runs), via="local", script=None)
         begin_attempt(run, host="localhost", pid=os.getpid(), nodes=1, procs=1)
         with contextlib.redirect_stderr(nowhere):  # that no checkpoint contains the clock
-            Trainer(job, Wide(data, clock), run).run()
+            Trainer(job, Timed(training, clock), run).run()
     return clock
 
 
-def made_data() -> TensorDataset:
-    """Make the samples, in memory."""
-    random = torch.Generator().manual_seed(0)
-    features = torch.randn(SAMPLES, FEATURES, generator=random)
-    return TensorDataset(features, torch.randint(10, (SAMPLES,), generator=random))
-
-
-def show_profile(steps: int) -> None:
+def show_profile(steps: int = 60) -> None:
     """Print for both loops, per step, what takes most of the time on the GPU and on the host."""
-    data = made_data()
+    wide = trainings()[1]
     for train in (bare_loop, this_trainer):
-        train(data, steps)
-        profile = torch.profiler.profile()
-        speed = train(data, steps, profile).samples_per_second
+        train(wide, steps=steps)
+        profile = torch.profiler.profile(acc_events=True)
+        seconds = train(wide, profile, steps=steps).seconds_per_step
         rows = profile.key_averages()
-        print(f"\n{train.__name__}: {1e6 * BATCH / speed:,.0f} us per step while profiled")
+        print(f"\n{train.__name__}: {1e6 * seconds:,.0f} us per step while profiled")
         for place, time_of in (("GPU", "self_device_time_total"), ("host", "self_cpu_time_total")):
-            total = sum(getattr(row, time_of) for row in rows)
-            print(f"  {place}: {total / steps:,.0f} us per step, and the calls per step")
+            print(f"  {place}: us per step, and the calls per step")
             for row in sorted(rows, key=lambda row: -getattr(row, time_of))[:16]:
                 print(f"    {getattr(row, time_of) / steps:9.1f} {row.count / steps:7.2f}  {row.key[:90]}")
 
 
-def show(rounds: int, steps: int, folder: Path | None = None) -> None:
-    """Measure in turn and print four lines; nothing where there is no GPU."""
+def show(rounds: int, folder: Path | None = None) -> None:
+    """Measure in turn and print; nothing where there is no GPU."""
     if not torch.cuda.is_available():
         return
-    data = made_data()
-    figures, aheads = list[tuple[float, ...]](), list[tuple[float, ...]]()
-    for _ in range(rounds + 1):
-        clocks = bare_loop(data, steps), this_trainer(data, steps)
-        saving_clock = this_trainer(data, steps, saves=SAVES, folder=folder)
-        figures.append(tuple(clock.samples_per_second for clock in (*clocks, saving_clock)))
-        aheads.append(tuple(clock.ahead for clock in clocks))
-    del figures[0], aheads[0]  # it warms up
-    bare, trainer, saving = (statistics.median(column) for column in zip(*figures, strict=True))
-    ahead = [f"{1000 * statistics.median(column):.1f} ms" for column in zip(*aheads, strict=True)]
-    ratios = [mine / by_hand for by_hand, mine, _ in figures]
-    costs = [steps * BATCH * (1 / saved - 1 / unsaved) / SAVES * 1000 for _, unsaved, saved in figures]
-    print(f"\nbf16 on one {torch.cuda.get_device_name()}, {rounds} rounds of {steps} steps each, samples per second")
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    print(f"\nbf16 on one {torch.cuda.get_device_name()}, {rounds} rounds")
+    for training in trainings():
+        bare_loop(training)  # it warms up
+        plain = show_steps(training, rounds)
+        if training.clip_norm is None:
+            show_saves(training, plain, (rounds + 1) // 2, folder)
+
+
+def show_steps(training: Training, rounds: int) -> tuple[float, float]:
+    """Print how long a step takes in both loops, and return the medians, in seconds."""
+    pairs = [(bare_loop(training), this_trainer(training)) for _ in range(rounds)]
+    by_hand, mine = ([clock.seconds_per_step for clock in column] for column in zip(*pairs, strict=True))
+    ratios = [b / a for a, b in zip(by_hand, mine, strict=True)]
+    ahead = [1000 * statistics.median(clock.ahead for clock in column) for column in zip(*pairs, strict=True)]
     print(
-        f"bare loop {bare:,.0f}   this Trainer {trainer:,.0f}   "
-        f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"{training.name}: ms per step, bare loop {1000 * statistics.median(by_hand):.2f}   this Trainer "
+        f"{1000 * statistics.median(mine):.2f}   ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
+        f"{max(ratios):.3f}); the host is ahead of the GPU by {ahead[0]:.1f} and {ahead[1]:.1f} ms"
     )
-    print(f"the host is ahead of the GPU by {ahead[0]} in the bare loop, by {ahead[1]} in this Trainer")
-    print(
-        f"with {SAVES} saves {saving:,.0f}   a save costs {statistics.median(costs):+.1f} ms "
-        f"({min(costs):+.1f} to {max(costs):+.1f}) where a step takes {1000 * BATCH / trainer:.2f} ms"
+    return statistics.median(by_hand), statistics.median(mine)
+
+
+def show_saves(training: Training, plain: tuple[float, float], rounds: int, folder: Path | None) -> None:
+    """Print what a save costs in both loops, whose steps without saves take `plain` seconds."""
+    every = (SETTLING_STEPS + training.steps) // (SAVES + 1) + 1  # none at the end
+    costs: list[tuple[float, ...]] = []
+    for _ in range(rounds):
+        clocks = [train(training, save_every=every, folder=folder) for train in (bare_loop, this_trainer)]
+        longer = [clock.seconds_per_step - without for clock, without in zip(clocks, plain, strict=True)]
+        costs.append(tuple(1000 * training.steps * seconds / SAVES for seconds in longer))
+    by_hand, mine = (
+        f"{statistics.median(own):.0f} ({min(own):.0f} to {max(own):.0f})" for own in zip(*costs, strict=True)
     )
+    print(f"{training.name}: ms that a save costs, torch.save in the bare loop {by_hand}   this Trainer {mine}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are written (default: the temporary folder)")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     if options.profile:
-        show_profile(steps=60)
+        show_profile()
     else:
-        show(options.rounds, options.steps, options.folder)
+        show(options.rounds, options.folder)

@@ -124,11 +124,11 @@ def show_growth(steps: int) -> None:
     print(f"this Trainer, resident memory in MiB over {steps} steps: " + " ".join(f"{mib:.1f}" for mib in resident))
 
 
-def show_gpu(rounds: int, steps: int) -> None:
+def show_gpu(rounds: int) -> None:
     """Print the throughput in bf16 where there is a GPU; nothing elsewhere."""
     from benchmarks import gpu_throughput
 
-    gpu_throughput.show(rounds, steps)
+    gpu_throughput.show(rounds)
 
 
 def main() -> None:
@@ -156,7 +156,7 @@ def main() -> None:
     for world in options.world:
         steps = 400 // world
         show(measure(names, world, rounds, steps), world, steps)
-    show_gpu(rounds=3 if options.quick else 7, steps=100 if options.quick else 400)
+    show_gpu(rounds=3 if options.quick else 7)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
-from cluster_ddp.launch.environment import omp_threads
+from cluster_ddp.launch.environment import busy_beside, omp_threads
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
@@ -83,7 +83,9 @@ class LocalStart:
             ADDRESS_VARIABLE: LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
             "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-            "OMP_NUM_THREADS": omp_threads(self.nodes * self.procs),
+            "OMP_NUM_THREADS": omp_threads(
+                self.nodes * self.procs, busy_beside(self.spec, on_gpus=bool(self.gpus[node]))
+            ),
         }
         if self.hide_gpus or self.gpus[node]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[node])

@@ -128,7 +128,8 @@ class SweepHere:
 
     def _environment(self, place: Place) -> dict[str, str]:
         ranks = len(self.places) * (self.nodes or 1) * (self.procs or 1)
-        return {**os.environ, "OMP_NUM_THREADS": omp_threads(ranks), "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
+        threads = omp_threads(ranks, 1 if place.gpus else 0)  # one CPU of each is left for saving
+        return {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
 
 
 def run_sweep(

@@ -13,6 +13,7 @@ from cluster_ddp.launch import environment, hang_dump, report
 from cluster_ddp.launch.heartbeat import stacks_beside
 from cluster_ddp.launch.logs import Tail
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.submit.local import LocalStart
 
 JOB = JobSpec(
     name="a",
@@ -40,6 +41,26 @@ def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path)
     assert variables["PET_SHUTDOWN_TIMEOUT"] == "90"
     assert variables["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "attempts" / "003"))
     assert int(variables["OMP_NUM_THREADS"]) == max(1, environment.usable_cpus() // 2)
+
+
+@pytest.mark.parametrize(("gpus", "workers", "threads"), [(0, 2, "8"), (2, 0, "7"), (2, 3, "4"), ("a100:2", 12, "1")])
+def test_ranks_on_gpus_leave_cpus_for_their_workers_and_for_saving(
+    gpus: int | str, workers: int, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "usable_cpus", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    task = "cluster_ddp.tasks.digits:Digits"
+    job = JobSpec.model_validate(
+        {"name": "a", "task": task, "slurm": {"gpus_per_node": gpus}, "train": {"workers": workers}}
+    )
+    attempt = RunDirectory(tmp_path).attempt(0)
+    found = environment.node_environment(job, attempt, node_rank=0, procs=2, heartbeat=Path("/dev/shm/b"), base={})
+    assert found.variables["OMP_NUM_THREADS"] == threads
+    (why,) = [setting.why for setting in found.settings if setting.name == "OMP_NUM_THREADS"]
+    assert ("for saving" in why) == bool(gpus)
+    devices = (("0", "1"),) if gpus else ((),)
+    local = LocalStart(job, 1, 2, devices, hide_gpus=False, port=1, python="python")
+    assert local.variables(0)["OMP_NUM_THREADS"] == threads
 
 
 def test_a_set_of_strings_has_one_order_in_every_process(tmp_path: Path) -> None:

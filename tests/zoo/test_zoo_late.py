@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 from train_ranks import run_ranks
-from zoo_models import CLASSES, FEATURES
+from zoo_models import CLASSES, FEATURES, device
 from zoo_told import SHORT, told
 from zoo_training import Case, ZooTask, judge
 
@@ -88,7 +88,7 @@ class FromTeacher(ZooTask):
     """Learns from a network that no object holds, and that steps put into evaluation mode."""
 
     def model(self) -> nn.Module:
-        TEACHER.train().requires_grad_(False)
+        TEACHER.train().requires_grad_(False).to(device())
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:

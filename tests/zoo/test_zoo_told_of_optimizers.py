@@ -53,6 +53,21 @@ def test_what_a_hook_of_the_optimizer_counts_is_told_and_not_refused(
     assert "optimizer._optimizer_step_post_hooks" in capfd.readouterr().err
 
 
+class FusedOnDevice(ZooTask):
+    """Chooses how updates are computed by the device; the optimizer made for the check is on the CPU."""
+
+    is_on_device = True
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        optimizer = super().optimizer(model, lr)
+        optimizer.defaults["fused"], self.is_on_device = self.is_on_device, False
+        return optimizer
+
+
+def test_an_optimizer_may_be_fused_on_a_device_only(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, FusedOnDevice)) == "exact"
+
+
 class SetsRates(ZooTask):
     """Lowers the learning rate by hand, in a step that a resume does not repeat."""
 

@@ -31,6 +31,8 @@ from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpack
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
+# How updates are computed: what new groups would use, and may have been chosen for the device of the parameters.
+_COMPUTING = frozenset({"defaults.fused", "defaults.foreach", "defaults.capturable"})
 _CPU = torch.device("cpu")
 _SHOWN = 5
 
@@ -205,10 +207,13 @@ class OptimizerState:
                 put(group, key, unpacked(packed) if is_plain(value) else copy.deepcopy(value))
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
-        """Numbers and tensors that this optimizer keeps elsewhere and that differ in the other, restored one."""
+        """Numbers and tensors that this optimizer keeps elsewhere and that differ in the other, restored one.
+
+        The other is on the CPU.
+        """
         other.apart = self.apart
         mine, theirs = self._hidden().leaves, other._hidden().leaves
-        for name in sorted(mine.keys() | theirs.keys()):
+        for name in sorted((mine.keys() | theirs.keys()) - _COMPUTING):
             how = difference(name, mine, theirs)
             if how is not None and is_only_written(type(self.optimizer), name):
                 self._unread.add(name)  # code elsewhere may read it
