@@ -180,16 +180,16 @@ class Checkpointer:
         )
         # First, because a GPU sends one thing after another to the host, and the next step would wait for the copy.
         alike = save.plan.alike if self._coordinator.world_size > 1 or self._on_cuda else ()
-        self._digest = ReplicaDigest({name: tensors[name] for name in alike})
+        digest = ReplicaDigest({name: tensors[name] for name in alike})
         writes = self._rank in save.plan.layouts
         if writes:
             self._staging.prepare(save.plan.layouts[self._rank], self._on_cuda)
             self._staging.copy(tensors, frozenset() if self._is_spoilt else save.plan.replicated)
-        self._durable = False
+        self._digest, self._durable = digest, False
         if self._settings.background:
-            self._start(self._run, save, writes, self._digest)
+            self._start(self._run, save, writes, digest)
         else:
-            self._run(save, writes, self._digest)
+            self._run(save, writes, digest)
         return True
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
