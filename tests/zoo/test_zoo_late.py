@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,40 @@ class Window:
         self.steps = collections.deque[int](maxlen=3)
 
 
+def _lists() -> collections.defaultdict[int, list[int]]:
+    return collections.defaultdict(lambda: [])
+
+
 class LosesALimit(ZooTask):
-    """Its window has no limit after a resume, which shows only once it is full."""
+    """After a resume, its window has no limit, and its weights have another default, which shows only later."""
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
-        self.window = Window()
+        self.window, self.weights, self.lists = Window(), collections.defaultdict[int, float](lambda: 1.0), _lists()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
         self.window.steps.append(self.trainer.step)
-        return super().loss(model, batch) * len(self.window.steps)
+        return super().loss(model, batch) * len(self.window.steps) * self.weights[self.trainer.step]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.window.steps)}
+        return {"steps": list(self.window.steps), "weights": list(self.weights.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window.steps = collections.deque(state["steps"])
+        self.weights = collections.defaultdict(float, enumerate(state["weights"]))
+        self.lists = collections.defaultdict(list)  # makes the same
 
 
-def test_the_limit_of_a_window_in_an_object_has_to_come_back(tmp_path: Path) -> None:
+def test_the_limit_of_a_window_and_the_default_of_a_dict_have_to_come_back(tmp_path: Path) -> None:
     refused = judge(Case(), tmp_path, LosesALimit).refused
     assert refused is not None
     assert "task.window.steps: a deque with maxlen=3 comes back as something else" in refused
+    assert "task.weights: a defaultdict comes back with another default" in refused and "task.lists" not in refused
+
+
+NUMBERS = (number for number in itertools.count())
+next(NUMBERS)  # used before training only: no step names it
 
 
 class ChangesLate(ZooTask):
@@ -63,19 +75,23 @@ class ChangesLate(ZooTask):
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
+        self.number = next(NUMBERS)
         self.bad, self.hard, self.level, self.warm = 0, False, 7, True
+        self.is_worse = self.is_frozen = False
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
         if self.trainer.step == 2:
             self.bad, self.hard, self.level, self.warm = 1, True, 1, False
+            self.is_worse = self.is_frozen = True
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bad": self.bad, "warm": int(self.warm)}
+        return {"bad": self.bad, "warm": int(self.warm), "stage": int(self.is_frozen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bad, self.warm = state["bad"], bool(state["warm"])
+        self.is_worse, self.is_frozen = self.bad > 0, state["stage"] == 1
 
 
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(

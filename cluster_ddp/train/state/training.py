@@ -218,8 +218,8 @@ class State:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)
 
-    def limits(self) -> dict[str, int | None]:
-        """How many elements each list or deque in the task may hold, by name; None: any number."""
+    def limits(self) -> dict[str, Any]:
+        """How many elements each deque in the task may hold, and what makes those that a defaultdict lacks, by name."""
         return of_task(self._also).limits if isinstance(self._also, Task) else {}
 
     def around_loading(self, other: State) -> tuple[Attributes, Attributes]:
@@ -268,6 +268,7 @@ class State:
         if self._watch.latest is None:
             return []
         found = self._watch.unsaved()
+        found -= set() if self.communicates else self._watch.made_by_loading(found)
         for name, optimizer in self._optimizers().items():
             found.update(f"{name}.{key}" for key in optimizer.changed_later())
         return sorted(found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -14,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.attributes import Attributes, is_nonzero
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
@@ -22,6 +25,7 @@ from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.set_anew import is_length_of, is_within, set_anew
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
+from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task
 
 _NOTHING = object()
@@ -206,6 +210,22 @@ class Watch:
         if isinstance(self._task, Task):
             self._watch_clearing(self._looks[-1][0].gradients())
         return found
+
+    def made_by_loading(self, names: set[str]) -> set[str]:
+        """Which of these numbers and strings of the task its load_state_dict() makes as they are now.
+
+        Such as a flag that it derives from a count, or that the state has as a number.
+        """
+        if not isinstance(task := self._task, Task):
+            return set()
+        other = copy.copy(task)
+        self.put_back_values(other)
+        own = {key: value for key, value in vars(task).items() if f"task.{key}" in names and is_value(value)}
+        own = {key: value for key, value in own.items() if not is_same(vars(other).get(key, _NOTHING), value)}
+        with undone(task), keep_generators(), contextlib.suppress(Exception):
+            if own:
+                other.load_state_dict(copy.deepcopy(self._states()["task"]))
+        return {f"task.{key}" for key, value in own.items() if is_same(vars(other).get(key, _NOTHING), value)}
 
     def put_back_values(self, other: Task) -> None:
         """Take from another task what this one has only since the first step, so that loading has to make it.
