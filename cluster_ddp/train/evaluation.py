@@ -24,6 +24,7 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
 from cluster_ddp.train.refusals import refuse_loader
+from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.task import Task
 
@@ -216,7 +217,7 @@ class BeforeEvaluation:
             for module in model.modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        self._task_state = copy.deepcopy(dict(task.state_dict()))
+        self._task_state = copied(task.state_dict())
 
     def put_back(self) -> None:
         """Restore weights, buffers, modules and task."""

@@ -78,12 +78,14 @@ class ChangesLate(ZooTask):
         self.number = next(NUMBERS)
         self.bad, self.hard, self.level, self.warm = 0, False, 7, True
         self.is_worse = self.is_frozen = False
+        self.memory = Memory()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
         if self.trainer.step == 2:
             self.bad, self.hard, self.level, self.warm = 1, True, 1, False
             self.is_worse = self.is_frozen = True
+            self.memory.place = 3
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,13 +93,46 @@ class ChangesLate(ZooTask):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bad, self.warm = state["bad"], bool(state["warm"])
-        self.is_worse, self.is_frozen = self.bad > 0, state["stage"] == 1
+        self.is_worse, self.is_frozen, self.memory.place = self.bad > 0, state["stage"] == 1, 3 * self.bad
 
 
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level"]
+
+
+class Plays(ZooTask):
+    """Keeps states with those that follow them, most of which are the same tensors, and detaches one in the next step.
+
+    Both is usual for a memory of episodes and for hidden states.
+    """
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.hidden, self.moves = torch.zeros(()), collections.deque[list[Tensor]](maxlen=4)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        self.hidden = self.hidden.detach()
+        for move in range(2 * self.trainer.step, 2 * self.trainer.step + 2):
+            begins = not self.moves or move % 3 == 0
+            self.moves.append([torch.randn(2) if begins else self.moves[-1][1], torch.randn(2)])
+        loss = super().loss(model, batch) + self.hidden
+        self.hidden = loss / 2
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hidden": self.hidden, "played": [list(move) for move in self.moves]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hidden, self.moves = state["hidden"], collections.deque(state["played"], maxlen=4)
+
+
+def test_episodes_and_hidden_states_in_the_state_are_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(Plays, tmp_path, capfd) == []
 
 
 class FromTeacher(ZooTask):

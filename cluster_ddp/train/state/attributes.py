@@ -187,7 +187,7 @@ class Attributes(Snapshot):
                 return any(isinstance(leaf, bool) for leaf in changed_there.values())
             if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
                 key = self._aliases[name].rpartition(".")[2]
-                if name in saved.leaves or name in saved._aliases:
+                if name in saved.leaves or name in saved._aliases or self._is_as_often(self._aliases[name], saved):
                     return True
                 return is_held(key, name) or (key.isdecimal() and is_held(int(key), name))
             if name in self.leaves:
@@ -196,6 +196,16 @@ class Attributes(Snapshot):
             return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
         return [name for name in changed if not is_saved(name)]
+
+    def _is_as_often(self, first: str, saved: Attributes) -> bool:
+        """Whether the state has a tensor as often as it is held, such as each state of an episode and the next one."""
+        if not isinstance(tensor := self._objects.get(first), Tensor):
+            return False
+        places = {
+            place for place, leaf in saved.leaves.items() if _may_be_alike(tensor, leaf) and _is_alike(tensor, leaf)
+        }
+        held = sum(other == first for other in self._aliases.values())
+        return bool(places) and len(places) + sum(other in places for other in saved._aliases.values()) > held
 
     def has_a_place_in(self, saved: Attributes, name: str, before: Attributes) -> bool:
         """Whether the state holds the value of a leaf where it held one before, too, other than in a list.

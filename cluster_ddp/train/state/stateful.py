@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.packing import Packer, comparable
 
 
@@ -30,6 +32,12 @@ class Averages(Protocol):
 
     def restore(self, updates: int) -> None:
         """Continue from the restored tensors, which contain this many updates."""
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a state: of what was computed, such as hidden states that the next step will detach, only the values."""
+    computed = (part for part in parts_of(state) if isinstance(part, Tensor) and not part.is_leaf)
+    return copy.deepcopy(dict(state), {id(part): part.detach().clone() for part in computed})
 
 
 def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.set_anew import is_length_of, is_within, set_anew
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
+from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task
 
@@ -48,6 +49,10 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
     return is_same(inspect.getattr_static(type(holder), key, _NOTHING), now.leaves[name])
 
 
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _gradients_in(holder: str) -> str:
     return f"the gradients in {holder}"
 
@@ -61,8 +66,8 @@ class Watch:
 
     Parameters
     ----------
-    task
-        What else is saved: only for a task is it looked at which of its numbers and strings come back.
+    task, model
+        What else is saved: only for a task is it looked at which numbers and strings of both come back.
     attributes
         Finds all attributes as they are now.
     states
@@ -77,11 +82,12 @@ class Watch:
     def __init__(
         self,
         task: object,
+        model: object,
         attributes: Callable[[], Attributes],
         states: Callable[[], dict[str, Any]],
     ) -> None:
         self.before_loading: Attributes | None = None
-        self._task = task
+        self._task, self._model = task, model
         self._attributes, self._states = attributes, states
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
@@ -157,8 +163,14 @@ class Watch:
             self._noted = self._attributes()
             self._changes = [was.changed(self._noted) for was, _ in self._looks]
 
-    def unsaved(self) -> set[str]:
-        """What has changed since one of the looks, and is not saved; this call is the next look."""
+    def unsaved(self, *, may_load: bool = False) -> set[str]:
+        """What has changed since one of the looks, and is not saved; this call is the next look.
+
+        Parameters
+        ----------
+        may_load
+            Whether load_state_dict() of the task may be called to find out what it makes.
+        """
         self._stop_watching()
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
@@ -200,6 +212,9 @@ class Watch:
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then))
+            if may_load and changed and not is_first:
+                made = self._made_by_loading(changed, was, now)
+                changed = [name for name in changed if name not in made]
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
@@ -211,21 +226,38 @@ class Watch:
             self._watch_clearing(self._looks[-1][0].gradients())
         return found
 
-    def made_by_loading(self, names: set[str]) -> set[str]:
-        """Which of these numbers and strings of the task its load_state_dict() makes as they are now.
+    def _made_by_loading(self, names: list[str], was: Attributes, now: Attributes) -> set[str]:
+        """Which of these numbers and strings load_state_dict() of the task makes as they are now.
 
         Such as a flag that it derives from a count, or that the state has as a number.
         """
-        if not isinstance(task := self._task, Task):
+        values = [name for name in names if is_value(now.leaves.get(name)) and name in was.leaves]
+        places = {name: place for name in values if (place := self._place(name)) is not None}
+        if not places or not isinstance(self._task, Task):
             return set()
-        other = copy.copy(task)
-        self.put_back_values(other)
-        own = {key: value for key, value in vars(task).items() if f"task.{key}" in names and is_value(value)}
-        own = {key: value for key, value in own.items() if not is_same(vars(other).get(key, _NOTHING), value)}
-        with undone(task), keep_generators(), contextlib.suppress(Exception):
-            if own:
-                other.load_state_dict(copy.deepcopy(self._states()["task"]))
-        return {f"task.{key}" for key, value in own.items() if is_same(vars(other).get(key, _NOTHING), value)}
+        other, own, made = copy.copy(self._task), vars(self._task), set[str]()
+        places = {name: vars(other) if place is own else place for name, place in places.items()}
+        with undone(self._task), keep_generators(), contextlib.suppress(Exception):
+            try:
+                for name, place in places.items():
+                    place[_last(name)] = was.leaves[name]
+                other.load_state_dict(copied(self._states()["task"]))
+                made = {name for name, place in places.items() if is_same(place[_last(name)], now.leaves[name])}
+            finally:
+                for name, place in places.items():
+                    place[_last(name)] = now.leaves[name]
+        return made
+
+    def _place(self, name: str) -> dict[str, Any] | None:
+        """The attributes, of the task, the model or an object in them, in which a number or string was found."""
+        first, *path, key = name.split(".")
+        with contextlib.suppress(Exception):  # it is an element, in a slot, or of something that answers by itself
+            place = vars({"task": self._task, "model": self._model}[first])
+            for part in path:
+                holder = place[part] if part in place else place["_modules"][part]
+                place = holder if type(holder) is dict else vars(holder)
+            return place if key in place else None
+        return None
 
     def put_back_values(self, other: Task) -> None:
         """Take from another task what this one has only since the first step, so that loading has to make it.
