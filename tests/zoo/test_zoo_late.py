@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +81,7 @@ class ChangesLate(ZooTask):
         self.bad, self.hard, self.level, self.warm = 0, False, 7, True
         self.is_worse = self.is_frozen = False
         self.memory = Memory()
+        self.average: nn.Module | None = None
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
@@ -86,14 +89,19 @@ class ChangesLate(ZooTask):
             self.bad, self.hard, self.level, self.warm = 1, True, 1, False
             self.is_worse = self.is_frozen = True
             self.memory.place = 3
+            self.average = nn.Linear(FEATURES, CLASSES)
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bad": self.bad, "warm": int(self.warm), "stage": int(self.is_frozen)}
+        average = {} if self.average is None else self.average.state_dict()
+        return {"bad": self.bad, "warm": int(self.warm), "stage": int(self.is_frozen), "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bad, self.warm = state["bad"], bool(state["warm"])
         self.is_worse, self.is_frozen, self.memory.place = self.bad > 0, state["stage"] == 1, 3 * self.bad
+        if state["average"]:
+            self.average = nn.Linear(FEATURES, CLASSES)
+            self.average.load_state_dict(state["average"])
 
 
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
@@ -105,12 +113,14 @@ def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
 class Plays(ZooTask):
     """Keeps states with those that follow them, most of which are the same tensors, and detaches one in the next step.
 
-    Both is usual for a memory of episodes and for hidden states.
+    Both is usual for a memory of episodes and for hidden states; so are places with 0 in them until they are filled,
+    and an object that has its tensors only since the first step.
     """
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
         self.hidden, self.moves = torch.zeros(()), collections.deque[list[Tensor]](maxlen=4)
+        self.slots, self.buffer = np.zeros(9, dtype=object), SimpleNamespace(count=0)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
@@ -120,13 +130,20 @@ class Plays(ZooTask):
             self.moves.append([torch.randn(2) if begins else self.moves[-1][1], torch.randn(2)])
         loss = super().loss(model, batch) + self.hidden
         self.hidden = loss / 2
+        self.slots[self.buffer.count] = (torch.randn(2), self.buffer.count)
+        self.buffer.count += 1
+        self.buffer.inputs = batch[0]
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        return {"hidden": self.hidden, "played": [list(move) for move in self.moves]}
+        slots, own = [slot and list(slot) for slot in self.slots], vars(self.buffer)
+        return {"hidden": self.hidden, "played": [list(move) for move in self.moves], "slots": slots, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.hidden, self.moves = state["hidden"], collections.deque(state["played"], maxlen=4)
+        for number, slot in enumerate(state["slots"]):
+            self.slots[number] = slot and tuple(slot)
+        vars(self.buffer).update({key: state[key] for key in ("count", "inputs") if key in state})
 
 
 def test_episodes_and_hidden_states_in_the_state_are_not_told(

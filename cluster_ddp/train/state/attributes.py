@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from cluster_ddp.train.state.comparing import equal_bits, is_same
-from cluster_ddp.train.state.kinds import is_common, is_replaced
+from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
 _NOTHING = object()
@@ -55,10 +55,10 @@ class Attributes(Snapshot):
                     replaced.add(name)
             elif now._is_bare(name) and is_nonzero(gradient):  # who gave it none to step it reads its gradient
                 replaced.add(name)
-        filled = {  # what was None and holds something now, which has names of its own
+        filled = {  # what was None, or another value, and holds something now, which has names of its own
             name
             for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
-            if self.leaves[name] is None and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
+            if is_value(self.leaves[name]) and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
         }
         return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
 

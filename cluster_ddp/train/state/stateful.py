@@ -41,10 +41,12 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
-    """Raise a `TaskError` unless something has the state from before the first step, which it has been given."""
+    """Raise a `TaskError` unless something has the state from before the first step, which it has been given.
+
+    What it has besides may belong to an object that the task has filled since, and that a resume finds empty.
+    """
     first, taken = _as_texts(state), _as_texts(also.state_dict())
-    if first != taken:
-        lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
+    if lost := sorted(key for key, value in first.items() if taken.get(key) != value):
         again = _as_texts(also.state_dict())
         if clocks := [key for key in lost if again.get(key) != taken.get(key)]:
             raise TaskError(

@@ -227,15 +227,16 @@ class Watch:
         return found
 
     def _made_by_loading(self, names: list[str], was: Attributes, now: Attributes) -> set[str]:
-        """Which of these numbers and strings load_state_dict() of the task makes as they are now.
+        """Which of these load_state_dict() of the task makes as they are now.
 
-        Such as a flag that it derives from a count, or that the state has as a number.
+        Such as a flag that it derives from a count, or a network that the task has only since a later step.
         """
+        if not isinstance(self._task, Task):
+            return set()
         values = [name for name in names if is_value(now.leaves.get(name)) and name in was.leaves]
         places = {name: place for name in values if (place := self._place(name)) is not None}
-        if not places or not isinstance(self._task, Task):
-            return set()
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
+        self.put_back_values(other)
         places = {name: vars(other) if place is own else place for name, place in places.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
             try:
@@ -243,10 +244,18 @@ class Watch:
                     place[_last(name)] = was.leaves[name]
                 other.load_state_dict(copied(self._states()["task"]))
                 made = {name for name, place in places.items() if is_same(place[_last(name)], now.leaves[name])}
+                again, anew = of_task(other), tuple(f"{name}." for name in self._anew_in(other))
+                found = {name for name in names if name.startswith(anew) and name in again.leaves}
+                made |= {name for name in found if now.has_alike(name, again)}
             finally:
                 for name, place in places.items():
                     place[_last(name)] = now.leaves[name]
         return made
+
+    def _anew_in(self, other: Task) -> set[str]:
+        """The attributes that another task does not share with this one."""
+        mine, theirs = vars(self._task), vars(other)
+        return {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
 
     def _place(self, name: str) -> dict[str, Any] | None:
         """The attributes, of the task, the model or an object in them, in which a number or string was found."""
@@ -294,9 +303,7 @@ class Watch:
         self._compare_values(other)
         if self._noted is not None:
             self._compare_inner_values(self._noted, again, is_another_model)
-            mine, theirs = vars(self._task), vars(other)
-            anew = {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
-            self._compare_attributes(self._noted, again, anew)
+            self._compare_attributes(self._noted, again, self._anew_in(other))
 
     def _compare_values(self, other: Task) -> None:
         """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
