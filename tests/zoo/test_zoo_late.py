@@ -82,6 +82,7 @@ class ChangesLate(ZooTask):
         self.is_worse = self.is_frozen = False
         self.memory = Memory()
         self.average: nn.Module | None = None
+        self.steps = self.steps_of_epoch = 0
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
@@ -90,15 +91,24 @@ class ChangesLate(ZooTask):
             self.is_worse = self.is_frozen = True
             self.memory.place = 3
             self.average = nn.Linear(FEATURES, CLASSES)
+        self.steps += 1
+        self.steps_of_epoch = self.steps % 3  # the same in the first two steps, and so loaded correctly then
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
         average = {} if self.average is None else self.average.state_dict()
-        return {"bad": self.bad, "warm": int(self.warm), "stage": int(self.is_frozen), "average": average}
+        return {
+            "bad": self.bad,
+            "warm": int(self.warm),
+            "stage": int(self.is_frozen),
+            "average": average,
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bad, self.warm = state["bad"], bool(state["warm"])
         self.is_worse, self.is_frozen, self.memory.place = self.bad > 0, state["stage"] == 1, 3 * self.bad
+        self.steps = self.steps_of_epoch = state["steps"]
         if state["average"]:
             self.average = nn.Linear(FEATURES, CLASSES)
             self.average.load_state_dict(state["average"])
@@ -107,7 +117,7 @@ class ChangesLate(ZooTask):
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level"]
+    assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level", "task.steps_of_epoch"]
 
 
 class Plays(ZooTask):

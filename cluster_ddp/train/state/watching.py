@@ -30,6 +30,7 @@ from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task
 
 _NOTHING = object()
+_COPIED = 1 << 30  # bytes of state that are copied at most to find out what loading makes
 
 
 def of_task(task: Task) -> Attributes:
@@ -177,6 +178,8 @@ class Watch:
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
         changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         is_first = len(looks) > 1
+        sizes = (leaf.nbytes for leaf in saved.leaves.values() if isinstance(leaf, Tensor) and not leaf.is_nested)
+        may_load = may_load and not is_first and sum(sizes) <= _COPIED
         parts = self._names_of_parts(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
         found = {name for name, does in self._comes_back.items() if not does and name not in parts} | self._read
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
@@ -207,12 +210,15 @@ class Watch:
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
             kept.update(set(tested).intersection(comes_back).difference(changed))
-            changed = [name for name in changed if name not in comes_back]
+            # Later, what loading has derived from other values may no longer be what it would derive.
+            derived = comes_back.intersection(changed) if may_load else set[str]()
+            derived = {name for name in derived if name in was.leaves and self._place(name) is not None}
+            changed = [name for name in changed if name not in comes_back or name in derived]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then))
-            if may_load and changed and not is_first:
+            if may_load and changed:
                 made = self._made_by_loading(changed, was, now)
                 changed = [name for name in changed if name not in made]
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
@@ -243,10 +249,11 @@ class Watch:
                 for name, place in places.items():
                     place[_last(name)] = was.leaves[name]
                 other.load_state_dict(copied(self._states()["task"]))
-                made = {name for name, place in places.items() if is_same(place[_last(name)], now.leaves[name])}
                 again, anew = of_task(other), tuple(f"{name}." for name in self._anew_in(other))
-                found = {name for name in names if name.startswith(anew) and name in again.leaves}
-                made |= {name for name in found if now.has_alike(name, again)}
+                of_model = {name: place[_last(name)] for name, place in places.items() if name.startswith("model.")}
+                again.leaves.update(of_model)
+                found = {name for name in names if name in again.leaves and (name in places or name.startswith(anew))}
+                made = {name for name in found if now.has_alike(name, again)}
             finally:
                 for name, place in places.items():
                     place[_last(name)] = now.leaves[name]
