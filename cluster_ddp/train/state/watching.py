@@ -212,7 +212,8 @@ class Watch:
             kept.update(set(tested).intersection(comes_back).difference(changed))
             # Later, what loading has derived from other values may no longer be what it would derive.
             derived = comes_back.intersection(changed) if may_load else set[str]()
-            derived = {name for name in derived if name in was.leaves and self._place(name) is not None}
+            derived = {name for name in derived if is_value(now.leaves.get(name)) and name in was.leaves}
+            derived = {name for name in derived if self._place(name) is not None}
             changed = [name for name in changed if name not in comes_back or name in derived]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
