@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
 from cluster_ddp.train.refusals import refuse_loader
+from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.surroundings import generators_around
+from cluster_ddp.train.state.training import State
 from cluster_ddp.train.task import Task
 
 
@@ -194,6 +198,14 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
                 weight.copy_(before)
 
 
+def mark_of(state: State) -> object:
+    """Something that differs once an evaluation has changed what the next step may depend on, other than by mistake."""
+    tensors, scalars = state.collect()
+    for name in state.from_rank_0():  # frozen weights would not be put back
+        tensors.pop(name, None)
+    return contents(tensors.items()), json.dumps([scalars["task"], scalars["extra_state"]], sort_keys=True)
+
+
 class BeforeEvaluation:
     """The state that an evaluation may change, to be restored if it is interrupted, because it will be repeated.
 
@@ -216,7 +228,7 @@ class BeforeEvaluation:
             for module in model.modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        self._task_state = copy.deepcopy(dict(task.state_dict()))
+        self._task_state = copied(task.state_dict())
 
     def put_back(self) -> None:
         """Restore weights, buffers, modules and task."""

@@ -7,7 +7,6 @@ uninterrupted one.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ from cluster_ddp.train.refusals import (
     refuse_scripted,
     refuse_trained_in_8_bits,
 )
-from cluster_ddp.train.state.stateful import Stateful
+from cluster_ddp.train.state.stateful import Stateful, copied
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
@@ -152,7 +151,7 @@ def settle_buckets(
         buffer has changed its shape.
     """
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
-    state = copy.deepcopy(dict(also.state_dict())) if also is not None else {}
+    state = copied(also.state_dict()) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
     comm_hooks = CommHooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
     for look in (comm_hooks.first, comm_hooks.second):  # after the first pass, DDP rebuilds its buckets

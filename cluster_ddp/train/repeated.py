@@ -53,6 +53,8 @@ class RepeatedSteps:
     ----------
     number
         What the number of a step is, for messages.
+    resumed
+        The step from which this attempt has resumed, on all ranks; None if it has begun anew.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RepeatedSteps:
         self._job, self._run, self._attempt, self._world, self._warn = job, run, attempt, world, warn
         self._circumstances: str | None = None  # a digest; None: nothing is recorded or compared
         self._saved: int | None = None  # the step of the last checkpoint of this attempt
+        self.resumed: int | None = None
         self._source = 0  # the attempt that saved the checkpoint of this resume
         self._before: dict[_Key, float] = {}  # its numbers of the steps that follow
         self._repeated: list[int] = []  # steps that had the same number again
@@ -83,10 +86,15 @@ class RepeatedSteps:
 
     def resume(self, step: int, source: int | None) -> None:
         """Call when the checkpoint of a step, saved by the attempt `source`, has been restored."""
+        self.resumed = step
         if self._circumstances is not None and self._run is not None and source is not None:
             self._source = source
             found = _read(self._run.attempt(source).steps_file, self._circumstances)
             self._before = {key: number for key, number in found.items() if key[1] > step}
+
+    def begin_anew(self) -> None:
+        """Compare nothing: the next step was computed before an evaluation on which it depends."""
+        self._before.clear()
 
     def save(self, step: int) -> None:
         """Call when a checkpoint is saved."""

@@ -24,7 +24,7 @@ from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, 
 from cluster_ddp.train.distributed import all_gather_object, barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
-from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation
+from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation, mark_of
 from cluster_ddp.train.evaluation_weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
@@ -343,11 +343,14 @@ class Trainer:
         self.buffers.send()  # each rank has its own BatchNorm statistics
         model = self.model if self.ema is None else self.ema.model()
         before = BeforeEvaluation(self.model, model, self.buffers, self.task)
+        mark = mark_of(self.state) if self.step == self.session.repeated.resumed else None
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
             values = self.evaluation.run(model, self.session.goes_on())
         if values is None:
             before.put_back()
         else:
+            if mark is not None and mark_of(self.state) != mark:
+                self.session.repeated.begin_anew()
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)

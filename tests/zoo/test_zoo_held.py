@@ -394,7 +394,7 @@ def test_a_look_at_gradients_ends_even_if_state_dict_fails() -> None:
     weight = torch.ones(1, requires_grad=True)
     weight.sum().backward()
     states: list[dict[str, Any]] = [{}, {}]
-    watch = Watch(None, lambda: Attributes({"task.weight": weight}), states.pop)
+    watch = Watch(None, None, lambda: Attributes({"task.weight": weight}), states.pop)
     watch.look()
     watch.watch_gradients()
     hooks = len(_global_optimizer_pre_hooks)

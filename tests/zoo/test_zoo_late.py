@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,29 +36,40 @@ class Window:
         self.steps = collections.deque[int](maxlen=3)
 
 
+def _lists() -> collections.defaultdict[int, list[int]]:
+    return collections.defaultdict(lambda: [])
+
+
 class LosesALimit(ZooTask):
-    """Its window has no limit after a resume, which shows only once it is full."""
+    """After a resume, its window has no limit, and its weights have another default, which shows only later."""
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
-        self.window = Window()
+        self.window, self.weights, self.lists = Window(), collections.defaultdict[int, float](lambda: 1.0), _lists()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
         self.window.steps.append(self.trainer.step)
-        return super().loss(model, batch) * len(self.window.steps)
+        return super().loss(model, batch) * len(self.window.steps) * self.weights[self.trainer.step]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.window.steps)}
+        return {"steps": list(self.window.steps), "weights": list(self.weights.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window.steps = collections.deque(state["steps"])
+        self.weights = collections.defaultdict(float, enumerate(state["weights"]))
+        self.lists = collections.defaultdict(list)  # makes the same
 
 
-def test_the_limit_of_a_window_in_an_object_has_to_come_back(tmp_path: Path) -> None:
+def test_the_limit_of_a_window_and_the_default_of_a_dict_have_to_come_back(tmp_path: Path) -> None:
     refused = judge(Case(), tmp_path, LosesALimit).refused
     assert refused is not None
     assert "task.window.steps: a deque with maxlen=3 comes back as something else" in refused
+    assert "task.weights: a defaultdict comes back with another default" in refused and "task.lists" not in refused
+
+
+NUMBERS = (number for number in itertools.count())
+next(NUMBERS)  # used before training only: no step names it
 
 
 class ChangesLate(ZooTask):
@@ -63,25 +77,89 @@ class ChangesLate(ZooTask):
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
+        self.number = next(NUMBERS)
         self.bad, self.hard, self.level, self.warm = 0, False, 7, True
+        self.is_worse = self.is_frozen = False
+        self.memory = Memory()
+        self.average: nn.Module | None = None
+        self.steps = self.steps_of_epoch = 0
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
         if self.trainer.step == 2:
             self.bad, self.hard, self.level, self.warm = 1, True, 1, False
+            self.is_worse = self.is_frozen = True
+            self.memory.place = 3
+            self.average = nn.Linear(FEATURES, CLASSES)
+        self.steps += 1
+        self.steps_of_epoch = self.steps % 3  # the same in the first two steps, and so loaded correctly then
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bad": self.bad, "warm": int(self.warm)}
+        average = {} if self.average is None else self.average.state_dict()
+        return {
+            "bad": self.bad,
+            "warm": int(self.warm),
+            "stage": int(self.is_frozen),
+            "average": average,
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bad, self.warm = state["bad"], bool(state["warm"])
+        self.is_worse, self.is_frozen, self.memory.place = self.bad > 0, state["stage"] == 1, 3 * self.bad
+        self.steps = self.steps_of_epoch = state["steps"]
+        if state["average"]:
+            self.average = nn.Linear(FEATURES, CLASSES)
+            self.average.load_state_dict(state["average"])
 
 
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level"]
+    assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level", "task.steps_of_epoch"]
+
+
+class Plays(ZooTask):
+    """Keeps states with those that follow them, most of which are the same tensors, and detaches one in the next step.
+
+    Both is usual for a memory of episodes and for hidden states; so are places with 0 in them until they are filled,
+    and an object that has its tensors only since the first step.
+    """
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.hidden, self.moves = torch.zeros(()), collections.deque[list[Tensor]](maxlen=4)
+        self.slots, self.buffer = np.zeros(9, dtype=object), SimpleNamespace(count=0)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        self.hidden = self.hidden.detach()
+        for move in range(2 * self.trainer.step, 2 * self.trainer.step + 2):
+            begins = not self.moves or move % 3 == 0
+            self.moves.append([torch.randn(2) if begins else self.moves[-1][1], torch.randn(2)])
+        loss = super().loss(model, batch) + self.hidden
+        self.hidden = loss / 2
+        self.slots[self.buffer.count] = (torch.randn(2), self.buffer.count)
+        self.buffer.count += 1
+        self.buffer.inputs = batch[0]
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        slots, own = [slot and list(slot) for slot in self.slots], vars(self.buffer)
+        return {"hidden": self.hidden, "played": [list(move) for move in self.moves], "slots": slots, **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hidden, self.moves = state["hidden"], collections.deque(state["played"], maxlen=4)
+        for number, slot in enumerate(state["slots"]):
+            self.slots[number] = slot and tuple(slot)
+        vars(self.buffer).update({key: state[key] for key in ("count", "inputs") if key in state})
+
+
+def test_episodes_and_hidden_states_in_the_state_are_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(Plays, tmp_path, capfd) == []
 
 
 class FromTeacher(ZooTask):

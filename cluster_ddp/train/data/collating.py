@@ -11,6 +11,7 @@ from torch.utils.data import default_collate, get_worker_info
 from cluster_ddp.train.data.another_worker import in_copy_of_worker
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.task import Task
 
 DEFAULT_COLLATES = (default_collate, Task.collate)
@@ -27,7 +28,7 @@ def try_collate(collate: Callable[[list[Any]], Any], items: list[Any], seed: Cal
     except Exception:
         return
     task = getattr(collate, "__self__", None)
-    state = copy.deepcopy(task.state_dict()) if isinstance(task, Task) and get_worker_info() is None else {}
+    state = copied(task.state_dict()) if isinstance(task, Task) and get_worker_info() is None else {}
 
     def put_back() -> None:
         if state and isinstance(task, Task):

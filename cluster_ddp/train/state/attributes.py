@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from cluster_ddp.train.state.comparing import equal_bits, is_same
-from cluster_ddp.train.state.kinds import is_common, is_replaced
+from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
 _NOTHING = object()
@@ -55,10 +55,10 @@ class Attributes(Snapshot):
                     replaced.add(name)
             elif now._is_bare(name) and is_nonzero(gradient):  # who gave it none to step it reads its gradient
                 replaced.add(name)
-        filled = {  # what was None and holds something now, which has names of its own
+        filled = {  # what was None, or another value, and holds something now, which has names of its own
             name
             for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
-            if self.leaves[name] is None and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
+            if is_value(self.leaves[name]) and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
         }
         return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
 
@@ -187,7 +187,7 @@ class Attributes(Snapshot):
                 return any(isinstance(leaf, bool) for leaf in changed_there.values())
             if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
                 key = self._aliases[name].rpartition(".")[2]
-                if name in saved.leaves or name in saved._aliases:
+                if name in saved.leaves or name in saved._aliases or self._is_as_often(self._aliases[name], saved):
                     return True
                 return is_held(key, name) or (key.isdecimal() and is_held(int(key), name))
             if name in self.leaves:
@@ -196,6 +196,16 @@ class Attributes(Snapshot):
             return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
         return [name for name in changed if not is_saved(name)]
+
+    def _is_as_often(self, first: str, saved: Attributes) -> bool:
+        """Whether the state has a tensor as often as it is held, such as each state of an episode and the next one."""
+        if not isinstance(tensor := self._objects.get(first), Tensor):
+            return False
+        places = {
+            place for place, leaf in saved.leaves.items() if _may_be_alike(tensor, leaf) and _is_alike(tensor, leaf)
+        }
+        held = sum(other == first for other in self._aliases.values())
+        return bool(places) and len(places) + sum(other in places for other in saved._aliases.values()) > held
 
     def has_a_place_in(self, saved: Attributes, name: str, before: Attributes) -> bool:
         """Whether the state holds the value of a leaf where it held one before, too, other than in a list.

@@ -23,6 +23,7 @@ from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import equal_bits
+from cluster_ddp.train.state.kinds import kind_of
 from cluster_ddp.train.state.packing import comparable, without_words
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import EXTRA, Collected, State
@@ -207,11 +208,16 @@ def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> I
             yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
 
 
-def _limits_that_differ(live: Mapping[str, int | None], again: Mapping[str, int | None]) -> Iterator[str]:
-    """A window that keeps growing after a resume holds the same at first."""
-    for name, most in live.items():
-        if most is not None and again.get(name, most) != most:
-            yield f"{name}: a deque with maxlen={most} comes back as something else; load into one with that maxlen"
+def _limits_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    """A window that keeps growing after a resume, or a dict with another default, holds the same at first."""
+    for name, was in live.items():
+        now = again.get(name, was)
+        if isinstance(was, int) and now != was:
+            yield f"{name}: a deque with maxlen={was} comes back as something else; load into one with that maxlen"
+        if callable(was) and callable(now) and kind_of(was) != kind_of(now):
+            made, made_again = Attributes({name: was()}), Attributes({name: now()})
+            if made.changed(made_again) or any(_limits_that_differ(made.limits, made_again.limits)):
+                yield f"{name}: a defaultdict comes back with another default; load into one with the same"
 
 
 def _gradients_that_would_be_lost(before: Attributes, after: Attributes) -> Iterator[str]:

@@ -34,6 +34,7 @@ from cluster_ddp.train.inner_parts import (
     length,
 )
 from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.state.comparing import Place
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
 from cluster_ddp.train.state.kinds import (
@@ -110,7 +111,8 @@ class Snapshot:
         modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
         self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
-        self.limits: dict[str, int | None] = {}  # how many elements each deque may hold; None: any number
+        # How many elements each deque may hold, None: any number; and what makes those that a defaultdict lacks.
+        self.limits: dict[str, Any] = {}
         self.keys: dict[str, set[type]] = {}  # the classes of the keys of each dict
         self.doubled: list[str] = []  # dicts that have a key also as a string
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
@@ -194,6 +196,7 @@ class Snapshot:
             keys = range(len(items)) if are_hooks(value) else [self._key(key, n) for n, (key, _) in enumerate(items)]
             parts = [part for _, part in items]
             self.keys[name] = {type(key) for key, _ in items[:_WIDTH]}
+            self.limits[name] = value.default_factory if isinstance(value, collections.defaultdict) else None
             if len(self.keys[name]) > 1 and any(str(key) in value for key, _ in items[:_WIDTH] if type(key) is not str):
                 self.doubled.append(name)
             self._look_into(zip(keys, parts, strict=False), name, depth)
@@ -216,7 +219,11 @@ class Snapshot:
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
         elif is_iterator(value):
-            self.leaves[name] = place_of(value)
+            place = place_of(value)
+            is_variable = depth == 0 and not name.startswith(("task.", "model"))
+            # Whether one has moved whose place is unknown cannot be told: not if no step names the variable.
+            if not (isinstance(place, Place) and is_variable and not self._in_steps(name.rpartition(".")[2])):
+                self.leaves[name] = place
         elif isinstance(value, nn.Module):
             self._of_modules.update(map(id, value.parameters()))
             for prefix, module in value.named_modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.packing import Packer, comparable
 
 
@@ -32,11 +34,19 @@ class Averages(Protocol):
         """Continue from the restored tensors, which contain this many updates."""
 
 
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a state: of what was computed, such as hidden states that the next step will detach, only the values."""
+    computed = (part for part in parts_of(state) if isinstance(part, Tensor) and not part.is_leaf)
+    return copy.deepcopy(dict(state), {id(part): part.detach().clone() for part in computed})
+
+
 def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
-    """Raise a `TaskError` unless something has the state from before the first step, which it has been given."""
+    """Raise a `TaskError` unless something has the state from before the first step, which it has been given.
+
+    What it has besides may belong to an object that the task has filled since, and that a resume finds empty.
+    """
     first, taken = _as_texts(state), _as_texts(also.state_dict())
-    if first != taken:
-        lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
+    if lost := sorted(key for key, value in first.items() if taken.get(key) != value):
         again = _as_texts(also.state_dict())
         if clocks := [key for key in lost if again.get(key) != taken.get(key)]:
             raise TaskError(

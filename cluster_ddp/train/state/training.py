@@ -37,7 +37,7 @@ from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.places import names_in
-from cluster_ddp.train.state.stateful import Averages, Stateful, refuse_not_put_back
+from cluster_ddp.train.state.stateful import Averages, Stateful, copied, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.watching import Watch, of_task
@@ -93,14 +93,14 @@ class State:
             if id(part) not in self._saved
         }
         self.is_of_task = isinstance(also, Task)
-        self._watch = Watch(also, self._attributes, self._other_states)
+        self._watch = Watch(also, model, self._attributes, self._other_states)
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = HiddenBuffers(model)
         of_model = {id(module) for _, module in self._modules}
         self._modes = Modes(also, of_model) if isinstance(also, Task) else None
         self.collect()  # raise any refusal before the first step
-        self._first_of_task = copy.deepcopy(self._task_state())
+        self._first_of_task = copied(self._task_state())
 
     def collect(self) -> Collected:
         """Return all tensors by name, sharing memory with the live ones, and the rest as JSON; raises `TaskError`."""
@@ -218,8 +218,8 @@ class State:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)
 
-    def limits(self) -> dict[str, int | None]:
-        """How many elements each list or deque in the task may hold, by name; None: any number."""
+    def limits(self) -> dict[str, Any]:
+        """How many elements each deque in the task may hold, and what makes those that a defaultdict lacks, by name."""
         return of_task(self._also).limits if isinstance(self._also, Task) else {}
 
     def around_loading(self, other: State) -> tuple[Attributes, Attributes]:
@@ -267,7 +267,7 @@ class State:
         """
         if self._watch.latest is None:
             return []
-        found = self._watch.unsaved()
+        found = self._watch.unsaved(may_load=not self.communicates)
         for name, optimizer in self._optimizers().items():
             found.update(f"{name}.{key}" for key in optimizer.changed_later())
         return sorted(found)
@@ -336,7 +336,7 @@ class State:
         if self._also is None or not self._first_of_task or self.communicates:
             yield
             return
-        now = copy.deepcopy(self._task_state())
+        now = copied(self._task_state())
         with self.undoing():
             self._also.load_state_dict(copy.deepcopy(self._first_of_task))
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -14,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.attributes import Attributes, is_nonzero
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
@@ -22,9 +25,12 @@ from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.set_anew import is_length_of, is_within, set_anew
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
+from cluster_ddp.train.state.stateful import copied
+from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task
 
 _NOTHING = object()
+_COPIED = 1 << 30  # bytes of state that are copied at most to find out what loading makes
 
 
 def of_task(task: Task) -> Attributes:
@@ -44,6 +50,10 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
     return is_same(inspect.getattr_static(type(holder), key, _NOTHING), now.leaves[name])
 
 
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _gradients_in(holder: str) -> str:
     return f"the gradients in {holder}"
 
@@ -57,8 +67,8 @@ class Watch:
 
     Parameters
     ----------
-    task
-        What else is saved: only for a task is it looked at which of its numbers and strings come back.
+    task, model
+        What else is saved: only for a task is it looked at which numbers and strings of both come back.
     attributes
         Finds all attributes as they are now.
     states
@@ -73,11 +83,12 @@ class Watch:
     def __init__(
         self,
         task: object,
+        model: object,
         attributes: Callable[[], Attributes],
         states: Callable[[], dict[str, Any]],
     ) -> None:
         self.before_loading: Attributes | None = None
-        self._task = task
+        self._task, self._model = task, model
         self._attributes, self._states = attributes, states
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
@@ -153,14 +164,22 @@ class Watch:
             self._noted = self._attributes()
             self._changes = [was.changed(self._noted) for was, _ in self._looks]
 
-    def unsaved(self) -> set[str]:
-        """What has changed since one of the looks, and is not saved; this call is the next look."""
+    def unsaved(self, *, may_load: bool = False) -> set[str]:
+        """What has changed since one of the looks, and is not saved; this call is the next look.
+
+        Parameters
+        ----------
+        may_load
+            Whether load_state_dict() of the task may be called to find out what it makes.
+        """
         self._stop_watching()
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
         changes, self._changes = self._changes or [was.changed(now) for was, _ in looks], []
         is_first = len(looks) > 1
+        sizes = (leaf.nbytes for leaf in saved.leaves.values() if isinstance(leaf, Tensor) and not leaf.is_nested)
+        may_load = may_load and not is_first and sum(sizes) <= _COPIED
         parts = self._names_of_parts(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
         found = {name for name, does in self._comes_back.items() if not does and name not in parts} | self._read
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
@@ -191,11 +210,18 @@ class Watch:
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
             kept.update(set(tested).intersection(comes_back).difference(changed))
-            changed = [name for name in changed if name not in comes_back]
+            # Later, what loading has derived from other values may no longer be what it would derive.
+            derived = comes_back.intersection(changed) if may_load else set[str]()
+            derived = {name for name in derived if is_value(now.leaves.get(name)) and name in was.leaves}
+            derived = {name for name in derived if self._place(name) is not None}
+            changed = [name for name in changed if name not in comes_back or name in derived]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then))
+            if may_load and changed:
+                made = self._made_by_loading(changed, was, now)
+                changed = [name for name in changed if name not in made]
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
@@ -206,6 +232,49 @@ class Watch:
         if isinstance(self._task, Task):
             self._watch_clearing(self._looks[-1][0].gradients())
         return found
+
+    def _made_by_loading(self, names: list[str], was: Attributes, now: Attributes) -> set[str]:
+        """Which of these load_state_dict() of the task makes as they are now.
+
+        Such as a flag that it derives from a count, or a network that the task has only since a later step.
+        """
+        if not isinstance(self._task, Task):
+            return set()
+        values = [name for name in names if is_value(now.leaves.get(name)) and name in was.leaves]
+        places = {name: place for name in values if (place := self._place(name)) is not None}
+        other, own, made = copy.copy(self._task), vars(self._task), set[str]()
+        self.put_back_values(other)
+        places = {name: vars(other) if place is own else place for name, place in places.items()}
+        with undone(self._task), keep_generators(), contextlib.suppress(Exception):
+            try:
+                for name, place in places.items():
+                    place[_last(name)] = was.leaves[name]
+                other.load_state_dict(copied(self._states()["task"]))
+                again, anew = of_task(other), tuple(f"{name}." for name in self._anew_in(other))
+                of_model = {name: place[_last(name)] for name, place in places.items() if name.startswith("model.")}
+                again.leaves.update(of_model)
+                found = {name for name in names if name in again.leaves and (name in places or name.startswith(anew))}
+                made = {name for name in found if now.has_alike(name, again)}
+            finally:
+                for name, place in places.items():
+                    place[_last(name)] = now.leaves[name]
+        return made
+
+    def _anew_in(self, other: Task) -> set[str]:
+        """The attributes that another task does not share with this one."""
+        mine, theirs = vars(self._task), vars(other)
+        return {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
+
+    def _place(self, name: str) -> dict[str, Any] | None:
+        """The attributes, of the task, the model or an object in them, in which a number or string was found."""
+        first, *path, key = name.split(".")
+        with contextlib.suppress(Exception):  # it is an element, in a slot, or of something that answers by itself
+            place = vars({"task": self._task, "model": self._model}[first])
+            for part in path:
+                holder = place[part] if part in place else place["_modules"][part]
+                place = holder if type(holder) is dict else vars(holder)
+            return place if key in place else None
+        return None
 
     def put_back_values(self, other: Task) -> None:
         """Take from another task what this one has only since the first step, so that loading has to make it.
@@ -242,9 +311,7 @@ class Watch:
         self._compare_values(other)
         if self._noted is not None:
             self._compare_inner_values(self._noted, again, is_another_model)
-            mine, theirs = vars(self._task), vars(other)
-            anew = {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
-            self._compare_attributes(self._noted, again, anew)
+            self._compare_attributes(self._noted, again, self._anew_in(other))
 
     def _compare_values(self, other: Task) -> None:
         """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
