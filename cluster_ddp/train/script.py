@@ -102,8 +102,8 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
                 run.fail()
                 raise
             left = end  # sys.exit(0) in the middle of the script ends it just like reaching its last line
-        except BaseException:
-            run.fail()
+        except BaseException as error:
+            run.fail(error)
             raise
         finally:
             _joined.remove(run)

@@ -155,7 +155,7 @@ class Session:
         self._state: State | None = None
         self._order: Order | None = None
         self._total_steps = 0
-        self._resumed = False
+        self.is_resumed = False  # whether a checkpoint has been restored
         self._compared_after: int | None = None
         self._step_begun, self._step_seconds = 0.0, math.inf
         if differs is not None:
@@ -196,7 +196,7 @@ class Session:
         self.repeated.begin()
         if restored is not None:
             self.repeated.resume(restored.step, restored.manifest.attempt)
-            self._resumed = True
+            self.is_resumed = True
             self.beat.steps = restored.step
             if restored.manifest.world_size == self.world.world_size:  # otherwise no bits are promised
                 self._compare_threads(state.counts.threads)
@@ -240,7 +240,7 @@ class Session:
         """
         self.beat.expect_alone()
         self.record(
-            events.RESUMED if self._resumed else events.STARTED,
+            events.RESUMED if self.is_resumed else events.STARTED,
             world_size=self.world.world_size,
             total_steps=self._total_steps,
             **fields,

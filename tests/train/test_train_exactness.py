@@ -21,7 +21,7 @@ from train_tasks import Everything, Plain, differences, final_state, job, losses
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.metrics.losses import StepLoss, TotalLosses
-from cluster_ddp.train.randomness import StepSeeds
+from cluster_ddp.train.randomness import StepSeeds, seed_host
 
 STEPS = 20
 
@@ -130,6 +130,25 @@ def test_the_generator_of_opencv_is_seeded_where_it_is_imported(monkeypatch: pyt
     for other in (None, SimpleNamespace()):  # an import that is forbidden, and something else of this name
         monkeypatch.setitem(sys.modules, "cv2", other)
         StepSeeds(1, 0, torch.device("cpu")).apply(3, 0)
+
+
+@pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64])
+def test_generators_begin_as_their_libraries_seed_them_whatever_they_drew_before(bits: Any) -> None:
+    before, seed = np.random.get_bit_generator(), (7 << 32) + 5
+
+    def drawn() -> tuple[float, ...]:
+        return torch.randn(()).item(), random.gauss(0, 1), random.random(), np.random.random_sample()
+
+    try:
+        np.random.set_bit_generator(bits(1))
+        torch.manual_seed(seed)
+        random.seed(5)
+        np.random.seed(5)
+        expected = drawn()  # random has another normal number in store now
+        seed_host(seed)
+        assert drawn() == expected
+    finally:
+        np.random.set_bit_generator(before)
 
 
 class ByOpenCV(Dataset[Any]):

@@ -78,6 +78,35 @@ def reads_an_attribute(model: nn.Module, once: Any) -> None:
         loss.backward()
 
 
+class Walk:
+    """An environment like those of gymnasium."""
+
+    def reset(self, *, seed: int | None = None) -> None:
+        self.generator, self.at = np.random.default_rng(seed), 0.0
+
+    def step(self, action: torch.Tensor) -> torch.Tensor:
+        self.at += float(self.generator.normal())
+        return action * self.at
+
+
+def plays(model: nn.Module, once: Any, *, again: bool) -> None:
+    env = Walk()
+    env.reset(seed=0)
+    for number, batch in enumerate(once):
+        if again:
+            env.reset(seed=number)
+        loss = env.step(model(batch)).sum()
+        loss.backward()
+
+
+def plays_anew(model: nn.Module, once: Any) -> None:
+    env = Walk()
+    for number, batch in enumerate(once):
+        env.reset(seed=number)
+        loss = env.step(model(batch)).sum()
+        loss.backward()
+
+
 def weighs_by_earlier_losses(model: nn.Module, once: Any) -> None:
     weights, losses = np.ones(3), collections.deque[float](maxlen=10)
     for batch in once:
@@ -189,6 +218,9 @@ def only_prints(model: nn.Module, once: Any) -> None:
     [
         (lambda model, once: divides_by_an_object(model, once, Scaled()), ["change scaled,"]),
         (reads_an_attribute, ["change centered,"]),
+        (lambda model, once: plays(model, once, again=False), ["change env,"]),
+        (lambda model, once: plays(model, once, again=True), ["change env,"]),
+        (plays_anew, []),
         (weighs_by_earlier_losses, ["change losses, weights,"]),
         (keeps_features, ["change bank,"]),
         (perturbs, ["change delta,"]),

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from train_ranks import run_ranks
 
+from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
 
 
@@ -172,6 +174,32 @@ def looks_ahead(place: Path) -> None:
 def test_the_refusal_of_state_inside_an_optimizer_says_how_to_pass_it_in(tmp_path: Path) -> None:
     run_ranks(looks_ahead, 1, (run := new_run(tmp_path)).path)
     assert "(base=optimizer.inner)" in failure(run)
+
+
+def prunes(place: Path, *, with_masks: bool) -> None:
+    """Prunes a layer in the third step."""
+    begin_attempt(place, 0)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = nn.Linear(6, 2)
+        if with_masks:
+            prune.identity(model, "weight")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in run.steps(4, model=model, optimizer=optimizer):
+            if step == 2 and with_masks:
+                model.weight_mask.copy_(torch.rand(2, 6) < 0.5)
+            elif step == 2:
+                prune.l1_unstructured(model, "weight", 0.5)
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+
+
+def test_the_refusal_of_pruning_in_training_says_what_to_do_instead(tmp_path: Path) -> None:
+    late, early = (new_run(tmp_path / name) for name in ("late", "early"))
+    run_ranks(prunes, 1, late.path, with_masks=False)
+    assert "prune.identity(layer, 'weight')" in failure(late) and "base=" not in failure(late)
+    run_ranks(prunes, 1, early.path, with_masks=True)
+    assert [event["event"] for event in read_events(early)][-1] == "completed" and told(early) == []
 
 
 def reptile(place: Path) -> int | str | None:

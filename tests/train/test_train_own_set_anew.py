@@ -58,6 +58,27 @@ def in_an_attribute(layer: nn.Module) -> Hooked:
     return lambda: None, lambda: layer.last_output.mean()  # type: ignore[operator, union-attr, return-value]
 
 
+def in_an_attribute_of_none(layer: nn.Module) -> Hooked:
+    layer.newest_output = None  # type: ignore[assignment]
+
+    def note(module: Any, _: Any, output: Tensor) -> None:
+        module.newest_output = output.detach()
+
+    layer.register_forward_hook(note)
+    return lambda: None, lambda: (0.5 * layer.newest_output).mean() + layer.newest_output.mean()  # type: ignore[operator, union-attr, return-value]
+
+
+def kept_in_an_attribute_of_none(layer: nn.Module) -> Hooked:
+    layer.before_this = None  # type: ignore[assignment]
+
+    def note(module: Any, _: Any, output: Tensor) -> None:
+        before = module.before_this
+        module.before_this = output.detach() + (0.0 if before is None else 0.5 * before)
+
+    layer.register_forward_hook(note)
+    return lambda: None, lambda: layer.before_this.mean()  # type: ignore[operator, union-attr, return-value]
+
+
 def kept_in_a_dict(layer: nn.Module) -> Hooked:
     running: dict[str, Tensor] = {}
 
@@ -125,7 +146,7 @@ def train(place: Path, hook: Callable[[nn.Module], Hooked]) -> None:
 
 
 def test_what_each_step_sets_anew_is_not_told(tmp_path: Path) -> None:
-    for hook in (in_a_dict, in_an_object, in_a_list_that_is_emptied, in_an_attribute):
+    for hook in (in_a_dict, in_an_object, in_a_list_that_is_emptied, in_an_attribute, in_an_attribute_of_none):
         run = new_run(tmp_path / hook.__name__)
         run_ranks(train, 1, run.path, hook)
         assert told(run) == []
@@ -133,7 +154,14 @@ def test_what_each_step_sets_anew_is_not_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "hook",
-    [kept_in_a_dict, given_anyway, kept_where_an_error_says_that_there_is_none, kept_in_a_list, kept_in_an_attribute],
+    [
+        kept_in_a_dict,
+        given_anyway,
+        kept_where_an_error_says_that_there_is_none,
+        kept_in_a_list,
+        kept_in_an_attribute,
+        kept_in_an_attribute_of_none,
+    ],
 )
 def test_what_a_step_may_have_from_the_one_before_is_told(tmp_path: Path, hook: Callable[[nn.Module], Hooked]) -> None:
     run = new_run(tmp_path)

@@ -134,6 +134,35 @@ def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
     assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
 
 
+def showing_an_earlier_loss(place: Path, attempt: int, at: int | None = None) -> Any:
+    """Prints in each step what only every fourth one sets."""
+    begin_attempt(place, attempt)
+    try:
+        with join_run() as run:
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in run.steps(STEPS, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(torch.randn(4, 6)).square().mean()
+                loss.backward()
+                optimizer.step()
+                if step % 4 == 0:
+                    shown = loss.item()
+                print(shown)
+                if step == at:
+                    interrupt("stop")
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_a_variable_that_a_resume_finds_unset_is_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(showing_an_earlier_loss, 1, run.path, 0, 5)
+    assert run_ranks(showing_an_earlier_loss, 1, run.path, 1) == [1]
+    assert "'shown'" in told(run)[-1] and "set it before the loop as well" in told(run)[-1]
+
+
 def reading_the_step_early(place: Path) -> None:
     begin_attempt(place, 0)
     with join_run() as run:

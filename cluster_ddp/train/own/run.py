@@ -269,9 +269,14 @@ class ScriptRun:
         if self._loop is not None:
             self._loop.seed_what_follows()
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException | None = None) -> None:
         """Close the metrics file and loggers after an exception. Called by `join_run`."""
         self._block.is_open = False
+        if isinstance(error, NameError) and self._session.is_resumed:
+            self._session.warn(
+                f"{error}: this attempt began at a later batch. If an earlier one sets this variable, set it before "
+                "the loop as well, or keep it if training depends on it (kept = run.keep(...)), and resume"
+            )
         with contextlib.suppress(Exception):
             self._close_loop()
         self._session.repeated.close()

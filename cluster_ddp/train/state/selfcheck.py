@@ -34,6 +34,9 @@ _REMEDIES = {
     "model": "convert the model (.to(), .half()) before it is passed in; register buffers in __init__ with their "
     "final shape, and change them in place (copy_, add_); state_dict() of a module must return the tensors "
     "themselves. " + SHAPED_BY_A_BATCH,
+    "names": "all parameters must be in their places under their names before the optimizer is made: in your own loop "
+    "also before run.resumable() or run.steps(). To prune in training, put masks there by prune.identity(layer, "
+    "'weight'), and set them later by layer.weight_mask.copy_(mask)",
     "ema": "what is averaged must be in the model from the start",
     "optimizer": "keep it in state[parameter] or in the groups, or return and restore it in the optimizer's own "
     "state_dict() and load_state_dict(); in your own loop, also pass in an optimizer inside it, under "
@@ -95,7 +98,9 @@ def _check_comes_back(
         raise _refusal(state, shared, "memory")
     if differing:
         kinds = {re.split("[._:]", name)[0] for name in differing}
-        raise _refusal(state, differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
+        kinds |= {"names"} if state.trained().keys() != other.trained().keys() else set()
+        order = ("names", "model", "optimizer", "task", *kinds)
+        raise _refusal(state, differing, next(kind for kind in order if kind in kinds))
 
 
 def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Recognizes what each step sets before it reads it, such as the features that a forward hook puts into a dict.
 
-A step that needed what the one before left there could not have been the first one, which found nothing there: unless
-the program asks whether there is something, which its source shows.
+A step that needed what the one before left there could not have been the first one, which found nothing there, or an
+attribute of None: unless the program asks whether there is something, which its source shows.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def is_length_of(name: str, places: Collection[str]) -> bool:
 
 
 def _place(name: str, before: Attributes) -> str | None:
-    """The outermost part of a name under which there was nothing at first; None if there was something."""
+    """The outermost part of a name under which there was nothing, or None, at first; None if there was something."""
     parts = name.partition(", ")[0].split(".")
     wholes = (".".join(parts[:length]) for length in range(2, len(parts) + 1))
-    return next((whole for whole in wholes if not before.has(whole)), None)
+    return next((whole for whole in wholes if not before.has(whole) or before.leaves.get(whole, "") is None), None)
 
 
 def _is_replaced(place: str, first: Attributes, second: Attributes) -> bool:
@@ -77,21 +77,24 @@ def _is_only_read_where_set(place: str, before: Attributes) -> bool:
     holder, _, key = place.rpartition(".")
     kind = before.kind(holder)
     if kind in _CONTAINERS:
-        return is_only_read_where_set(holder.rpartition(".")[2], is_container=True)
+        return not before.has(place) and is_only_read_where_set(holder.rpartition(".")[2], is_container=True)
     if isinstance(kind, type) and issubclass(kind, CONTAINERS):
         return False  # a defaultdict gives something anyway
-    return is_only_read_where_set(key, is_container=False)
+    return is_only_read_where_set(key, is_container=False, may_be_none=before.has(place))
 
 
-def is_only_read_where_set(name: str, *, is_container: bool) -> bool:
+def is_only_read_where_set(name: str, *, is_container: bool, may_be_none: bool = False) -> bool:
     """Whether the program fails wherever it reads an attribute, or an element of a container, that is not there.
 
     Parameters
     ----------
     name
         That of the attribute; of a container, that of the variable or attribute that holds it.
+    may_be_none
+        Whether None is in the attribute in place of nothing.
     """
-    uses = [use for tree in _trees_with(name) for use in _uses(tree, name, is_container=is_container)]
+    trees = list(_trees_with(name))
+    uses = [use for tree in trees for use in _uses(tree, name, is_container=is_container, may_be_none=may_be_none)]
     return bool(uses) and all(uses)
 
 
@@ -105,7 +108,7 @@ def _trees_with(name: str) -> Iterator[ast.Module]:
             continue
 
 
-def _uses(tree: ast.Module, name: str, *, is_container: bool) -> Iterator[bool]:
+def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool) -> Iterator[bool]:
     """For each use of a name, whether it sets something there, or fails where there is nothing."""
     parents = {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
     for node in parents:
@@ -116,8 +119,9 @@ def _uses(tree: ast.Module, name: str, *, is_container: bool) -> Iterator[bool]:
         elif (isinstance(node, ast.Attribute) and node.attr == name) or (
             is_container and isinstance(node, ast.Name) and node.id == name
         ):
-            is_load = isinstance(node.ctx, ast.Load)
-            yield not (is_load and (_may_be_empty(node, parents[node], is_container) or _is_caught(node, parents)))
+            is_load, parent = isinstance(node.ctx, ast.Load), parents[node]
+            may_be_nothing = _may_be_empty(node, parent, is_container) or (may_be_none and _may_be_none(node, parent))
+            yield not (is_load and (may_be_nothing or _is_caught(node, parents)))
 
 
 def _may_be_empty(node: ast.AST, parent: ast.AST, is_container: bool) -> bool:
@@ -126,6 +130,11 @@ def _may_be_empty(node: ast.AST, parent: ast.AST, is_container: bool) -> bool:
     if isinstance(parent, ast.Subscript) and parent.value is node:
         return isinstance(parent.slice, ast.Slice) and not isinstance(parent.ctx, ast.Store)
     return not (isinstance(parent, ast.Attribute) and parent.attr in _FILLING)
+
+
+def _may_be_none(node: ast.AST, parent: ast.AST) -> bool:
+    is_computed_with = isinstance(parent, ast.BinOp)
+    return not (is_computed_with or (isinstance(parent, (ast.Attribute, ast.Subscript)) and parent.value is node))
 
 
 def _is_caught(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -22,6 +22,7 @@ from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.syntax import (
     assigned,
+    begun_anew,
     below,
     changed_in_place_after_use,
     feeding_loss,
@@ -100,7 +101,7 @@ class InLoss:
         if not text.loops:
             return
         setting = (text.loops[0], *below(text.loops[0], text.parents))
-        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)}
+        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)} | begun_anew(text)
         feeding = feeding_loss(text)
         for name in feeding.names:
             parts = name.split(".")

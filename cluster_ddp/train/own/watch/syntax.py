@@ -181,6 +181,21 @@ def added_to(node: ast.AST) -> set[str]:
     return {name for item in items if (name := name_of(item)) is not None}
 
 
+def begun_anew(text: Text) -> set[str]:
+    """The objects that the running loops begin anew each time, as by ``env.reset(seed=step)``."""
+    loop = text.loops[-1]
+    at_times = {node for node in below(loop, text.parents) if isinstance(node, ast.If)}
+    calls = [node for node in below(loop, text.parents) if isinstance(node, ast.Call)]
+    return {
+        name
+        for call in calls
+        if at_times.isdisjoint(nodes_around(call, text.parents))
+        and (name_of(call.func) or "").endswith(".reset")
+        and any(argument.arg == "seed" for argument in call.keywords)
+        and (name := name_of(call.func.value)) is not None  # type: ignore[attr-defined]
+    }
+
+
 def _goes_backward(call: ast.AST) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.endswith("backward")
 
