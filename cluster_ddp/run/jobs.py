@@ -32,6 +32,7 @@ class KnownRun:
     unreadable: str | None  # why run.json cannot be read
     attempts: tuple[AttemptRecord, ...]
     orphaned: OrphanedJob | None = None  # set if the process that submitted it was killed, or got no clear answer
+    withdrawn: tuple[str, ...] = ()  # the arrays of its sweep that `stop` or `cancel` took out of the queue
     found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.orphaned_jobs`
 
     @property
@@ -78,15 +79,22 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
 
 
 def current_job(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
-    """Return the running one of the run's own jobs (a chain has several), else the next to start, else the latest."""
+    """Return the running one of the run's own jobs (a chain has several), else the next to start, else the latest.
+
+    A job that a `stop` of its sweep took out of the queue says nothing: nobody has cancelled the run.
+    """
     noted = [job_id for job_id in known.slurm_job_ids if job_id in slurm_jobs and not known.is_of_original(job_id)]
     told = (slurm_jobs[job_id]._replace(job_id=job_id) for job_id in noted)
-    jobs = [job for job in told if may_belong(job, history, known.record)]
+    jobs = [job for job in told if may_belong(job, history, known.record) and not _is_withdrawn(job, known)]
     for states in (ACTIVE, WAITING):
         for job in jobs:
             if job.state in states:
                 return job
     return jobs[-1] if jobs else None
+
+
+def _is_withdrawn(job: SlurmJob, known: KnownRun) -> bool:
+    return job.state == "CANCELLED" and job.job_id.partition("_")[0] in known.withdrawn
 
 
 def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> bool:
