@@ -215,6 +215,10 @@ class Checkpointer:
         self._check_goes_on()
         return self._durable
 
+    def use_collectives(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Have the saves from now on need no store; see `SaveCoordinator`. Call `finish` right after each."""
+        self._coordinator.use_collectives(gather)
+
     def close(self) -> None:
         """Finish the save under way and free the memory. Call it on all ranks before destroying the process group."""
         self._join()

@@ -3,6 +3,8 @@
 A background thread cannot use collectives, because the training loop issues them meanwhile. The process group's store
 is a plain key-value server. A client handles one request at a time, so each thread here has its own: waiting on the
 process group's client would block the process group.
+
+The store is lost with the agent that hosts it. A save after the end of the training loop may use collectives instead.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -69,19 +71,39 @@ class SaveCoordinator:
                 shared.get(f"{prefix}/connected/{other}")
         self._giving_up = threading.Event()
         self._exchanges = 0
+        self._gather: Callable[[Any], list[Any]] | None = None
+
+    def use_collectives(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Use collectives instead of the store from now on. Call it on all ranks, which issue no others beside a save.
+
+        Parameters
+        ----------
+        gather
+            Called on all ranks together; returns their values in order.
+        """
+        self._gather = gather
 
     def send(self, save: int, receipt: dict[str, Any]) -> None:
         """Send rank 0 this rank's result of a save: the receipt for its shard, or what went wrong."""
-        self._put(self._background, f"save/{save}/receipt/{self.rank}", receipt)
+        if self._gather is not None:
+            self._gather(receipt)
+        else:
+            self._put(self._background, f"save/{save}/receipt/{self.rank}", receipt)
 
     def collect(self, save: int, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         """Rank 0: wait for the receipts of these ranks."""
+        if self._gather is not None:
+            receipts = self._gather(None)
+            return {rank: receipts[rank] for rank in ranks}
         keys = {rank: f"save/{save}/receipt/{rank}" for rank in ranks}
         self._wait(self._background, list(keys.values()))
         return {rank: self._get(self._background, key) for rank, key in keys.items()}
 
     def announce(self, save: int, outcome: dict[str, Any]) -> None:
         """Rank 0: announce the outcome of a save, and delete the messages of the previous one."""
+        if self._gather is not None:
+            self._gather(outcome)
+            return
         self._put(self._background, f"save/{save}/outcome", outcome)
         if self.world_size > 1:
             old = save - 1  # all ranks are done with it: each has sent its receipt for this one
@@ -90,13 +112,19 @@ class SaveCoordinator:
 
     def outcome(self, save: int) -> dict[str, Any]:
         """Wait for rank 0 to announce the outcome of a save."""
-        outcome: dict[str, Any] = self._get(self._background, f"save/{save}/outcome")
+        outcome: dict[str, Any]
+        if self._gather is not None:
+            outcome = self._gather(None)[0]
+        else:
+            outcome = self._get(self._background, f"save/{save}/outcome")
         return outcome
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's value on all ranks. Call it on all, in the same order, never from the background thread."""
         if self.world_size == 1:
             return value
+        if self._gather is not None:
+            return self._gather(value)[0]
         self._exchanges += 1
         if self.rank != 0:
             return self._get(self._foreground, f"exchange/{self._exchanges}")

@@ -23,7 +23,8 @@ from cluster_ddp.run.events import (
     read_events,
 )
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.record import is_of_original, names_in_comments, read_record, run_in_comment
+from cluster_ddp.run.jobs import may_belong
+from cluster_ddp.run.record import is_of_original, read_record
 from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.run.storage import FULL_ERRORS, PASSING_ERRORS
 from cluster_ddp.slurm.commands import SlurmError, query_jobs
@@ -193,7 +194,7 @@ def _job_is_active(job_id: str) -> bool | None:
 
 
 def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
-    """Whether a job belongs to a different run, of which this directory is a copy."""
+    """Whether a job belongs to a different run, such as one of which this directory is a copy, or to none."""
     record = read_record(run)
     if is_of_original(run, record, job_id):
         return True
@@ -201,8 +202,7 @@ def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
         job = _job(job_id)
     except SlurmError:
         return False
-    named = None if job is None else run_in_comment(job.comment)
-    return named is not None and named not in names_in_comments(run, record)
+    return job is not None and not may_belong(job, read_history(run), record)
 
 
 def _job(job_id: str) -> SlurmJob | None:

@@ -25,6 +25,7 @@ _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
 _OWN = re.compile(r"srun: (?:(?:error|fatal): |(?=(?:unrecognized|invalid|ambiguous) option ))(?P<what>.+)")
 _CUT_OFF = re.compile(r"srun: error: .*aborting, io error with slurmstepd on node (\d+)")
+_DOWN = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
 _ABORTED = "srun: Job step aborted"
 _DAEMON = re.compile(r"slurmstepd\S*: ")
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # a consequence of an earlier error
@@ -59,6 +60,8 @@ class JobStepOutput:
         files takes precedence: other errors of srun, such as one of authentication, may come from it.
     cut_off
         The index of the node to which srun lost its connection, and ended the step because of that; None if it did not.
+    down
+        The nodes that failed according to Slurm, or that a person has set DOWN.
     cancelled
         Whether the step was ended before any of its tasks: from outside, as by ``scancel JOB.STEP``.
     """
@@ -70,6 +73,7 @@ class JobStepOutput:
         self._threads: list[threading.Thread] = []
         self.own_error: str | None = None
         self.cut_off: int | None = None
+        self.down: list[str] = []
         self.cancelled = False
 
     def follow(self, pipe: IO[bytes], stream: TextIO) -> None:
@@ -107,11 +111,15 @@ class JobStepOutput:
             self._exits.append((refused["host"], "", f"the task was not launched: {refused['how']}"))
         elif cut := _CUT_OFF.match(line):
             self.cut_off = int(cut[1])
+        elif down := _DOWN.match(line):
+            self.down += _pairs(down["hosts"], "")[0]
         elif own := _OWN.match(line):
             if self.own_error is None or TOO_MANY_FILES.search(own["what"]):
                 self.own_error = own["what"]
         elif line.startswith(_ABORTED):
-            self.cancelled = self.cancelled or not (self._exits or self.own_error or self.cut_off is not None)
+            self.cancelled = self.cancelled or not (
+                self._exits or self.own_error or self.down or self.cut_off is not None
+            )
         elif self._labelled and (task := _LABELLED.fullmatch(line)):
             if task[2].strip() and not _CANCELLED.match(task[2]):
                 self._last.setdefault(task[1], deque(maxlen=_KEPT_LINES)).append(task[2].strip())

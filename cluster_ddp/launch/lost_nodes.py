@@ -22,6 +22,8 @@ from cluster_ddp.run.stopfile import FINAL_REASONS, TERMINATED, read_stop
 from cluster_ddp.slurm.control import boot_times, down_nodes, taken_hosts
 from cluster_ddp.slurm.start import SlurmStart
 
+_DOWN = "Slurm calls it down"
+
 
 def record_lost_nodes(
     history: History, attempt: AttemptDirectory, writer: EventWriter, *, restarted: bool = False
@@ -39,15 +41,18 @@ def record_lost_nodes(
         return False
     silent = _silent(history, attempt.number)
     names = sorted({*silent, *(str(event["host"]) for event in silent.values())})  # Slurm may know full ones
-    lost = dict.fromkeys(map(short_name, down_nodes(names) if names else []), "Slurm calls it down")
+    lost = dict.fromkeys(map(short_name, down_nodes(names) if names else []), _DOWN)
     if silent and not lost and restarted and not history.of_attempt(attempt.number, STOP_REQUESTED, REQUEUED):
         booted = {short_name(host): at for host, at in boot_times(names).items()}
         meanwhile = [host for host, event in silent.items() if booted.get(host, 0.0) > float(event["time"])]
         lost = dict.fromkeys(sorted(meanwhile), "it was restarted while it trained")
     for host, why in lost.items():
-        reason = f"node {host} failed: {why}"
-        writer.write(NODE_LOST, attempt=attempt.number, node=silent[host].get("node"), host=host, reason=reason)
+        _record_lost(attempt, writer, silent[host].get("node"), host, why)
     return bool(lost)
+
+
+def _record_lost(attempt: AttemptDirectory, writer: EventWriter, node: object, host: str, why: str) -> None:
+    writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=f"node {host} failed: {why}")
 
 
 def record_silent_node(attempt: AttemptDirectory, writer: EventWriter, node: int, host: str | None) -> None:
@@ -70,6 +75,11 @@ def record_failed_nodes(
     job_ends
         Whether Slurm ends the job, and its node programs with it.
     """
+    hosts = [short_name(host) for host in start.hosts]
+    if down := list(dict.fromkeys(map(short_name, job_step.output.down))):  # what became of the others follows from it
+        for host in down:
+            _record_lost(attempt, writer, hosts.index(host) if host in hosts else None, host, _DOWN)
+        return
     if job_step.killed_by and not job_ends:  # its node programs may live on until the job is requeued
         error = f"srun was ended from outside, as for want of memory ({job_step.killed_by})"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
@@ -79,7 +89,6 @@ def record_failed_nodes(
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
-    hosts = [short_name(host) for host in start.hosts]
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
         _record_killed_node(history, attempt, writer, start, job_step)
     for node in job_step.lost:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import NODE_FINISHED, read_events
 from cluster_ddp.run.reading import open_regular
 from cluster_ddp.run.storage import open_append
 
@@ -93,6 +94,7 @@ class SilentNodes:
         ended: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._attempt = attempt
         self._files = {node: attempt.alive_file(node) for node in range(nodes)}
         self._known_ended = set(ended)
         self._clock = clock
@@ -110,7 +112,7 @@ class SilentNodes:
     @property
     def any_began(self) -> bool:
         """Whether any node had given a sign of life by the last look."""
-        return bool(self._began)
+        return bool(self._began or self._known_ended)
 
     def look(self) -> list[int]:
         """Return the ranks of the nodes to give up on; empty as long as none has signed off."""
@@ -119,6 +121,8 @@ class SilentNodes:
             return []
         self._next = now + _LOOK_SECONDS
         gone = {node for node, file in self._files.items() if not self._there(node, file, now)}
+        if gone - self._began - self._known_ended:  # they are not up yet, or have been and gone between two looks
+            self._known_ended |= gone & self._signed_off()
         ended = (gone & self._began) | self._known_ended
         if not ended:
             return []
@@ -126,6 +130,11 @@ class SilentNodes:
         if len(ended) == len(self._files):
             self._last_end = now if self._last_end is None else self._last_end
         return [node for node in self._files if node not in ended and self._silent_for(node, now) > SILENT_SECONDS]
+
+    def _signed_off(self) -> set[object]:
+        number = self._attempt.number
+        finished = (event for event in read_events(self._attempt.run) if event["event"] == NODE_FINISHED)
+        return {event.get("node") for event in finished if event["attempt"] == number}
 
     def _there(self, node: int, file: Path, now: float) -> bool:
         try:

@@ -14,12 +14,12 @@ from cluster_ddp.run import events
 from cluster_ddp.run.causes import describe_failure, root_failure
 from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import LONGEST_START_SECONDS, AttemptOutcome, Ending, outcome_of
+from cluster_ddp.run.ending import LONGEST_START_SECONDS, AttemptOutcome, Ending, finished_a_step, outcome_of
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
-from cluster_ddp.run.stopfile import TERMINATED
+from cluster_ddp.run.stopfile import PREEMPTION, TERMINATED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,6 +106,8 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
             return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues", link)
         return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
+    if idle >= limits.max_without_progress:
+        idle -= _preempted_at_start(history, number, idle)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
         how = "failed" if history.reports_nothing else "ended without a new checkpoint"
         return _stalled(history, number, outcome, f"{idle} attempts in a row {how}")
@@ -125,6 +127,17 @@ def next_of_chain(run: RunDirectory, own: str | None) -> str | None:
         return None
     behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
     return behind[0] if behind else None
+
+
+def _preempted_at_start(history: History, number: int, idle: int) -> int:
+    """Count those of the last `idle` attempts that Slurm preempted before their first step, which says nothing of them.
+
+    If no node has started, something else may be wrong, too.
+    """
+    last = [record.number for record in history.attempts if record.number <= number][-idle:]
+    started = (attempt for attempt in last if history.of_attempt(attempt, events.NODE_STARTED))
+    preempted = (attempt for attempt in started if outcome_of(history, attempt).stop_reason == PREEMPTION)
+    return sum(not finished_a_step(history, attempt) for attempt in preempted)
 
 
 def _guard_applies(history: History, outcome: AttemptOutcome) -> bool:

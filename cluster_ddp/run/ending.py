@@ -219,6 +219,8 @@ def _follows_a_failure(stop_reason: str, events: list[Event], failures: list[Eve
     names = {event["event"] for event in events}
     if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and names & {NODE_FAILED, NODE_LOST, NODE_TAKEN}:
         return True
+    if stop_reason == PREEMPTION and NODE_LOST in names:  # Slurm shows no difference once the node is back
+        return True
     return stop_reason == AGENT_LOST and bool(failures) and STOPPED not in names  # ranks failed before all had met
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import SUBMITTED
+from cluster_ddp.run.history import History
 from cluster_ddp.run.record import (
     OrphanedJob,
     RunRecord,
@@ -17,7 +19,7 @@ from cluster_ddp.run.record import (
     read_record,
     run_in_comment,
 )
-from cluster_ddp.run.storage import is_mine
+from cluster_ddp.run.storage import is_mine, owner_of
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 
@@ -30,6 +32,7 @@ class KnownRun:
     unreadable: str | None  # why run.json cannot be read
     attempts: tuple[AttemptRecord, ...]
     orphaned: OrphanedJob | None = None  # set if the process that submitted it was killed, or got no clear answer
+    withdrawn: tuple[str, ...] = ()  # the arrays of its sweep that `stop` or `cancel` took out of the queue
     found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.orphaned_jobs`
 
     @property
@@ -75,9 +78,14 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
     return own, [job for job in living if job not in own]
 
 
-def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
-    """Return the running one of the run's own jobs (a chain has several), else the next to start, else the latest."""
-    jobs = _own_jobs(known, slurm_jobs)
+def current_job(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
+    """Return the running one of the run's own jobs (a chain has several), else the next to start, else the latest.
+
+    A job that a `stop` of its sweep took out of the queue says nothing: nobody has cancelled the run.
+    """
+    noted = [job_id for job_id in known.slurm_job_ids if job_id in slurm_jobs and not known.is_of_original(job_id)]
+    told = (slurm_jobs[job_id]._replace(job_id=job_id) for job_id in noted)
+    jobs = [job for job in told if may_belong(job, history, known.record) and not _is_withdrawn(job, known)]
     for states in (ACTIVE, WAITING):
         for job in jobs:
             if job.state in states:
@@ -85,9 +93,21 @@ def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob
     return jobs[-1] if jobs else None
 
 
-def _own_jobs(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
-    """Return the run's own jobs that Slurm knows, without ids that Slurm has since reused for a different run."""
-    own = {None, *names_in_comments(known.run, known.record)}  # None: submitted by hand
-    noted = [job_id for job_id in known.slurm_job_ids if job_id in slurm_jobs and not known.is_of_original(job_id)]
-    told = ((job_id, slurm_jobs[job_id]) for job_id in noted)
-    return [job._replace(job_id=job_id) for job_id, job in told if run_in_comment(job.comment) in own]
+def _is_withdrawn(job: SlurmJob, known: KnownRun) -> bool:
+    return job.state == "CANCELLED" and job.job_id.partition("_")[0] in known.withdrawn
+
+
+def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> bool:
+    """Whether a job may be the one that was noted for a run: Slurm may have reused its id.
+
+    Our comment decides. A job that was submitted by hand has none, nor has any where the site replaces comments: then
+    it must at least belong to the run's owner, and have the name that it was submitted with.
+    """
+    named = run_in_comment(job.comment)
+    if named is not None:
+        return named in names_in_comments(history.run, record)
+    owner = owner_of(history.run.record_file)
+    if job.owner is not None and owner is not None and job.owner != owner:
+        return False
+    submitted = {str(event.get("slurm_job_id")) for event in history.events if event["event"] == SUBMITTED}
+    return not job.name or record is None or job.job_id not in submitted or job.name == record.name

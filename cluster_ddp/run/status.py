@@ -121,7 +121,7 @@ def summarize_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) 
 
 def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
     run, record, ids = known.run, known.record, known.slurm_job_ids
-    job = current_job(known, slurm_jobs or {})
+    job = current_job(known, history, slurm_jobs or {})
     state, reason = state_of(history, record, job, answered=slurm_jobs is not None, ids=ids)
     if reason is None and state is RunState.RUNNING:
         kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)

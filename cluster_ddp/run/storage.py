@@ -25,6 +25,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 PASSING_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN)
 """What storage may fail with, other than by being full, while its server fails over or restarts."""
+_NOBODY = 65534  # of files whose owner the system cannot tell, or storage does not
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 """For `os.open`: a link in place of the file is an error, because it may lead anywhere."""
 
@@ -169,6 +170,15 @@ def is_mine(path: Path) -> bool:
         return path.lstat().st_uid == os.geteuid()
     except OSError:
         return False
+
+
+def owner_of(path: Path) -> int | None:
+    """Return the id of the user that a path belongs to; None if unknown, as where storage maps users to nobody."""
+    try:
+        owner = path.lstat().st_uid
+    except OSError:
+        return None
+    return None if owner == _NOBODY else owner
 
 
 def is_mine_alone(folder: Path) -> bool:

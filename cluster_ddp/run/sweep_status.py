@@ -65,7 +65,7 @@ def know_elements(
         if element.name not in begun:
             return NotBegun(sweep, record, element, orphaned)
         run = know_run(sweep.run(element))
-        return replace(run, orphaned=orphaned) if orphaned is not None and isinstance(run, KnownRun) else run
+        return replace(run, orphaned=orphaned, withdrawn=record.withdrawn) if isinstance(run, KnownRun) else run
 
     return [known(element) for element in record.elements]
 

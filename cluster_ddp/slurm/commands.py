@@ -21,10 +21,10 @@ from cluster_ddp.slurm.environment import environment_for, without_filters
 from cluster_ddp.slurm.reasons import advice
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
-QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
-"""What squeue is asked for each job: id, plain id, state, nodes, reason, comment."""
+QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k|%j|%U"
+"""What squeue is asked for each job: id, plain id, state, nodes, reason, comment, name, user."""
 
-ENDED_FIELDS = "--format=JobID,JobIDRaw,State,NodeList,Reason,Comment"
+ENDED_FIELDS = "--format=JobID,JobIDRaw,State,NodeList,Reason,Comment,JobName,UID"
 """What sacct is asked, in the order of `QUEUE_FORMAT`."""
 
 _BUSY = (
@@ -223,16 +223,18 @@ def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, Slu
 
 
 def parse_queue(answer: str) -> dict[str, SlurmJob]:
-    """Parse squeue's lines ``id|plain id|state|nodes|reason@start|comment``; each job is listed by both its ids."""
+    """Parse squeue's lines ``id|plain id|state|nodes|reason@start|comment|name|user``, by both ids of each job."""
     jobs: dict[str, SlurmJob] = {}
     for line in answer.splitlines():
         fields = line.strip().split("|", 5)
         if len(fields) != 6:
             continue
-        shown, plain, state, nodes, reason, comment = fields
+        shown, plain, state, nodes, reason, rest = fields
+        comment, name, user = [*rest.rsplit("|", 2), "", ""][:3]
         reason, starts = _split_start(reason)
-        waits = state in WAITING
-        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, comment, starts if waits else None)
+        owner = int(user) if user.isdecimal() else None
+        starts = starts if state in WAITING else None
+        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, comment, starts, name, owner)
     return jobs
 
 

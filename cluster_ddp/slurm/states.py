@@ -43,6 +43,8 @@ class SlurmJob(NamedTuple):
     nodes: str  # the node list as Slurm writes it, empty while waiting
     comment: str  # its ``--comment``
     starts: float | None = None  # Unix seconds when Slurm expects a waiting job to start; None if unknown
+    name: str = ""  # empty if unknown
+    owner: int | None = None  # the id of its user; None if unknown
 
     @property
     def held(self) -> bool:

@@ -36,15 +36,15 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
     Raises
     ------
     ElementWithdrawn
-        The sweep was stopped or cancelled, and this element has no run that could show it.
+        The sweep was stopped or cancelled while this element waited to start, for the first time or again.
     """
     run = sweep.run(element)
+    if job is not None and job.partition("_")[0] in read_sweep(sweep).withdrawn:
+        raise ElementWithdrawn(
+            f"sweep {sweep.id} was stopped or cancelled before this start of its element {element.name}.\nTo "
+            f"continue it: cluster-ddp resume {sweep.id}"
+        )
     if not run.exists():
-        if job is not None and job.partition("_")[0] in read_sweep(sweep).withdrawn:
-            raise ElementWithdrawn(
-                f"sweep {sweep.id} was stopped or cancelled before its element {element.name} had started.\nTo "
-                f"continue it: cluster-ddp resume {sweep.id}"
-            )
         _make(sweep, element, via)
         note_submitted(run, via, job)
     if job is not None:

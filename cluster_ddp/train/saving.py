@@ -26,7 +26,7 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.unfinished import SAVES_APART, seconds_between_saves
 from cluster_ddp.train.communicating import IN_CHECKS, Alone
 from cluster_ddp.train.data.made_from import MadeFrom
-from cluster_ddp.train.distributed import World, broadcast_object
+from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import refuse_own_state
 from cluster_ddp.train.state.selfcheck import check_comes_back
@@ -305,6 +305,11 @@ class Saving:
         if not durable:
             self._saved = None  # the same step may be saved again
         return durable
+
+    def do_without_store(self) -> None:
+        """Have the ranks coordinate saves by collectives from now on; call it on all, once the loop is over."""
+        if self._checkpointer is not None and dist.is_initialized():
+            self._checkpointer.use_collectives(all_gather_object)
 
     @property
     def why_failed(self) -> str | None:

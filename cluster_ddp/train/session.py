@@ -363,6 +363,9 @@ class Session:
             save()
             if self.saving.finish():
                 return True
+            # torchrun's agent on the first node hosts the store, and may have been killed. The first try does not do
+            # without it, as a collective waits only for so long, and a save may take longer.
+            self.saving.do_without_store()
             time.sleep(pause)
         return False
 

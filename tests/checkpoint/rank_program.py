@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import gc
 import json
 import os
 import sys
@@ -28,7 +29,13 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 EVENTS = Recorder()
 
 
-def make(folder: Path, storage: Storage | None = None, local_world: int = WORLD, **settings: Any) -> Checkpointer:
+def make(
+    folder: Path,
+    storage: Storage | None = None,
+    local_world: int = WORLD,
+    store: dist.Store | None = None,
+    **settings: Any,
+) -> Checkpointer:
     return Checkpointer(
         folder,
         run_id=RUN_ID,
@@ -37,7 +44,7 @@ def make(folder: Path, storage: Storage | None = None, local_world: int = WORLD,
         rank=RANK,
         world_size=WORLD,
         local_rank=RANK % local_world,
-        store=dist.distributed_c10d._get_default_store(),
+        store=store or dist.distributed_c10d._get_default_store(),
         report=EVENTS,
         storage=storage,
     )
@@ -70,6 +77,31 @@ def writing(folder: Path) -> dict[str, Any]:
         seen[which] = [target.finish(), target.last_saved, loads(target, step)]
         target.close()
     return seen
+
+
+def storeless(folder: Path) -> dict[str, Any]:
+    """The store is lost, as with the agent that hosts it, and the last step is saved without it."""
+    hosted = dist.TCPStore("127.0.0.1", 0, None, True) if RANK == 0 else None
+    (port,) = together(hosted.port if hosted else 0)[:1]
+    store = hosted or dist.TCPStore("127.0.0.1", port, None, False)
+    target = make(folder, store=store)
+    save(target, 1, own_state(1))
+    seen = {"before": target.finish()}
+    dist.barrier()
+    del store, hosted
+    gc.collect()
+    dist.barrier()
+    save(target, 2, own_state(2))
+    seen["lost"] = target.finish()
+    target.use_collectives(together)
+    save(target, 2, own_state(2))
+    return {**seen, "without": target.finish(), "why": target.why_failed, "loads": loads(make(folder), 2)}
+
+
+def together(value: Any) -> list[Any]:
+    values = [None] * WORLD
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Failing(Storage):
@@ -237,7 +269,8 @@ def memory(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    scenario.__name__: scenario for scenario in (writing, failing, busy, damage, unlike, dying, continued, memory)
+    scenario.__name__: scenario
+    for scenario in (writing, storeless, failing, busy, damage, unlike, dying, continued, memory)
 }
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("two")
-    return folder, run(folder, 2, "failing", "unlike")
+    return folder, run(folder, 2, "failing", "unlike", "storeless")
 
 
 def of(seen: list[Any], event: str) -> list[dict[str, Any]]:
@@ -143,3 +143,9 @@ def test_memory_is_one_copy_of_the_share_and_does_not_grow(tmp_path: Path) -> No
         assert found["last"] == 51
         assert share * 0.9 < found["peak"] < share + (12 << 10), "more than one copy of the share"
         assert found["resident"][-1] - found["resident"][1] < 2 << 10, "it grows"
+
+
+def test_the_last_step_is_saved_although_the_store_is_lost(two: Ran) -> None:
+    assert [found["storeless"] for found in two[1]] == [
+        {"before": True, "lost": False, "without": True, "why": None, "loads": True}
+    ] * 2

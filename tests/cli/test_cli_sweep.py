@@ -14,7 +14,7 @@ from cluster_ddp.job import load_resolved
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.errors import ElementWithdrawn, RunError
 from cluster_ddp.run.events import COMPLETED, FAILED, NODE_FINISHED, STARTED, EventWriter
 from cluster_ddp.run.liveness import claim
 from cluster_ddp.run.record import read_record
@@ -311,6 +311,31 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, slurm: Slurm, call: Cal
     # What was cancelled stays so; what never began is missing.
     call("sweep", "--no-check", "job.yaml", *GRID)
     assert arrays(slurm) == ["0-3", "2-3"]
+
+
+def test_what_waits_to_start_again_when_its_sweep_is_stopped_goes_on_when_that_is_resumed(
+    here: Path, slurm: Slurm, call: Call
+) -> None:
+    call("sweep", "--no-check", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    requeued, resumed = start(sweep, 0, "101_0"), start(sweep, 1, "101_1")
+    attempt = begin_attempt(requeued, slurm_job_id="101_0", host="n1", pid=0, nodes=1, procs=1)
+    writer = EventWriter(requeued, "batch")
+    writer.write("stopped", attempt=0, step=5, reason="preemption")
+    writer.write("requeued", attempt=0, reason="stopped: preemption")
+    end_attempt(attempt)
+    mine = f"cluster_ddp {sweep.id}"
+    queue = "".join(f"101_{task}|{101 + task}|PENDING||Priority|{mine}\n" for task in range(4))
+    slurm.queue.write_text(queue)
+    assert "4 removed from the queue" in call("stop", sweep.id).err
+    for element, job in ((0, "101_0"), (1, "101_1")):  # in case Slurm starts them all the same
+        with pytest.raises(ElementWithdrawn):
+            start(sweep, element, job)
+    slurm.queue.write_text(queue.replace("PENDING", "CANCELLED"))
+    assert "CANCELLED" not in call("status", sweep.id).out
+    call("resume", sweep.id)
+    assert arrays(slurm) == ["0-3", "0-3"]
+    assert [start(sweep, number, f"102_{number}") for number in (0, 1)] == [requeued, resumed]
 
 
 HOSTILE = [

@@ -115,7 +115,8 @@ class SimulatedStep:
 
     lost: tuple[int, ...] = ()
     unstarted = False
-    own_error = killed_by = None
+    own_error = killed_by = cut_off = None
+    down: tuple[str, ...] = ()
     cancelled = False
 
     def __init__(self, world: World, attempt: AttemptDirectory) -> None:

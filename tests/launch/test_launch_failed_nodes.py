@@ -237,3 +237,21 @@ def test_of_a_step_that_srun_ended_for_want_of_a_connection_the_node_is_named_th
     lost = "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 2"
     ((host, error),) = recorded(fresh, Ended(lost, ABORTED, "srun: error: n1: task 0: Killed"))
     assert host == "n3" and error.startswith("srun lost its connection to it")
+
+
+@pytest.mark.parametrize(
+    ("job_ends", "reason"), [(True, "node-failure"), (True, "preemption"), (False, "node-failure")]
+)
+def test_a_node_that_somebody_has_set_down_is_named_though_it_has_saved_and_signed_off(
+    fresh: RunDirectory, job_ends: bool, reason: str
+) -> None:
+    attempts(fresh, 1)
+    for node in range(3):
+        happened(fresh, "node-started", 0, host=f"n{node + 1}", node=node)
+        happened(fresh, "node-finished", 0, host=f"n{node + 1}", node=node)
+    happened(fresh, "stopped", 0, step=5, reason=reason)
+    step = Ended("srun: error: Node failure on n[2-3]", ABORTED, "srun: error: n1: task 0: Killed")
+    assert [host for host, _ in recorded(fresh, step, job_ends=job_ends)] == ["n2", "n3"]
+    assert outcome_of(read_history(fresh), 0).why == (
+        "node n2 failed: Slurm calls it down; node n3 failed: Slurm calls it down"
+    )

@@ -14,7 +14,7 @@ from cluster_ddp.launch.job_step_output import JobStepOutput
 from cluster_ddp.launch.node import did_not_start
 from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import read_events
+from cluster_ddp.run.events import EventWriter, read_events
 
 
 def test_people_see_the_lines_without_labels_and_the_last_of_each_task_is_kept() -> None:
@@ -163,6 +163,20 @@ def test_a_step_whose_nodes_have_all_signed_off_is_over(tmp_path: Path) -> None:
     assert not nodes.all_signed_off
     clock.now += 2
     assert nodes.all_signed_off
+
+
+def test_nodes_that_have_come_and_gone_between_two_looks_have_signed_off(tmp_path: Path) -> None:
+    run, clock = RunDirectory(tmp_path), Clock()
+    run.attempt(0).path.mkdir(parents=True)
+    run.events.mkdir()
+    nodes = SilentNodes(run.attempt(0), 2, clock=clock)
+    assert nodes.look() == [] and not nodes.any_began
+    for node in (0, 1):
+        EventWriter(run, "node").write("node-finished", attempt=0, node=node)
+    for _ in range(2):
+        clock.now += 2 * SIGNED_OFF_SECONDS
+        assert nodes.look() == [], "none of them is lost"
+    assert nodes.any_began and nodes.all_signed_off
 
 
 @pytest.mark.parametrize(

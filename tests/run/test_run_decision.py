@@ -257,6 +257,34 @@ def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirect
     assert read_attempt(attempt).ended is not None
 
 
+@pytest.mark.parametrize(("reason", "step", "action"), [
+    ("preemption", None, "requeue"), ("preemption", 53, "stall"), ("time-limit", None, "stall"),
+])  # fmt: skip
+def test_attempts_that_were_preempted_before_their_first_step_are_not_counted(
+    run: RunDirectory, say: Say, reason: str, step: int | None, action: str
+) -> None:
+    """As on a partition whose jobs are preempted again and again within seconds."""
+    for number in range(5):
+        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+        say("node-started", number, at=100 * number, node=0)
+        say("resumed", number, at=100 * number + 1, step=50)
+        if step is not None or number == 0:
+            say("stopped", number, at=100 * number + 9, reason=reason, step=step or 51)
+        if number == 0:
+            say("checkpoint", 0, at=1, step=50)
+        request_stop(attempt, reason=reason, by="the keeper")
+        decision = conclude(attempt)
+        if decision.action == "stall":
+            break
+    assert decision.action == action
+    if action == "requeue":
+        for number in range(5, 8):
+            attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+            say("rank-failed", number, at=100 * number, rank=3, host="n9", error="RuntimeError: CUDA error", step=None)
+            decision = decide(run, attempt)
+        assert decision.action == "stall"
+
+
 def test_a_checkpoint_of_step_0_is_no_progress(run: RunDirectory, say: Say) -> None:
     attempt = begin_dead(run, slurm_job_id="5")
     say("checkpoint", 0, at=1, step=0)

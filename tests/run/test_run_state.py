@@ -19,6 +19,7 @@ from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.slurm.states import SlurmJob
 
 Say = Callable[..., None]
 
@@ -283,6 +284,33 @@ def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDire
     assert living_jobs(copied, {"7": its_original}) == ([], [its_original]), "`cancel` of a copy leaves the original"
     renamed = RunDirectory(run.path.rename(run.path.with_name("my-best")))
     assert state_of(renamed, {"7": slurm_job("RUNNING", run_id=run.id)}) == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("comment", "name", "foreign", "state"),
+    [
+        ("(null)", "digits", True, "LOST"),
+        ("(null)", "another", False, "LOST"),
+        ("(null)", "digits", False, "RUNNING"),  # a site may replace comments
+        ("(null)", "", False, "RUNNING"),  # Slurm has not said
+    ],
+)
+def test_a_job_id_that_slurm_gave_to_any_job_since_says_nothing(
+    run: RunDirectory, say: Say, comment: str, name: str, foreign: bool, state: str
+) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("submitted", None, via="sbatch", slurm_job_id="7")
+    owner = run.record_file.stat().st_uid + foreign
+    found = SlurmJob("7", "RUNNING", "None", "n1", comment, None, name, owner)
+    assert state_of(run, {"7": found}) == state
+
+
+def test_a_job_that_was_submitted_by_hand_may_have_any_name(run: RunDirectory) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    owner = run.record_file.stat().st_uid
+    assert state_of(run, {"7": SlurmJob("7", "RUNNING", "None", "n1", "(null)", None, "mine", owner)}) == "RUNNING"
 
 
 def test_a_copy_of_a_living_run_does_not_say_that_slurm_has_forgotten_the_job(run: RunDirectory) -> None:

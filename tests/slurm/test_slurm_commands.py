@@ -12,6 +12,7 @@ from cluster_ddp.slurm.commands import (
     SlurmError,
     cancel_job,
     parse_job_id,
+    parse_queue,
     query_ended_jobs,
     query_jobs,
     query_own_jobs,
@@ -225,6 +226,12 @@ def test_what_a_shell_has_set_for_a_person_to_read_changes_no_answer(
     stand_in(slurm, name, f"/usr/bin/env | /usr/bin/grep =x$ | /usr/bin/sort >{tmp_path}/held")
     query_jobs(["11"]) if name == "squeue" else cancel_job("11")
     assert (tmp_path / "held").read_text().split() == [f"{variable}=x" for variable in where_to_look]
+
+
+@pytest.mark.parametrize("comment", ["cluster_ddp x mine", "a|b", "(null)", ""])
+def test_whose_job_it_is(comment: str) -> None:
+    job = parse_queue(f"11|11|RUNNING|n1|None@N/A|{comment}|train|1000\n")["11"]
+    assert (job.comment, job.name, job.owner) == (comment, "train", 1000)
 
 
 def test_hidden_partitions_are_asked_about_too(slurm: Path) -> None:
