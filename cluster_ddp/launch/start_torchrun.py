@@ -6,10 +6,13 @@ start only after the agent has imported torch, so time saved here is saved at ea
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from cluster_ddp.launch.exits import record_exits
 from cluster_ddp.launch.torchrun import option, script_set_apart, trains_a_task
@@ -18,8 +21,31 @@ from cluster_ddp.process import fast_exit, gc_paused
 from cluster_ddp.run.directory import RunDirectory
 
 
+class _ForTensorsWithoutData(ModuleType):
+    """Stands for the module of torch that computes with tensors without data, a quarter of what an agent would import.
+
+    An agent computes nothing. Whatever does use the module loads it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch._meta_registrations")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for in any module
+            raise AttributeError(name)
+        del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def defer_computing() -> None:
+    """Defer what an agent does not use of torch; call before torch is imported."""
+    deferred = _ForTensorsWithoutData()
+    sys.modules[deferred.__name__] = deferred
+
+
 def main() -> None:
     """Run torchrun in this process."""
+    defer_computing()
     with gc_paused():
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import api

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -52,3 +53,18 @@ def test_a_node_fills_in_its_own_values_and_leaves_the_script_alone() -> None:
 def test_tasks_and_scripts_are_told_apart() -> None:
     assert trains_a_task(line(TASK))
     assert not trains_a_task(line(SCRIPT))
+
+
+def test_an_agent_loads_what_computes_with_tensors_without_data_only_where_it_is_used() -> None:
+    program = """
+import sys
+from cluster_ddp.launch.start_torchrun import defer_computing
+defer_computing()
+from torch.distributed import run
+name = "torch._meta_registrations"
+deferred = sys.modules[name]
+assert not hasattr(deferred, "__file__") and "register_meta" not in vars(deferred)
+from torch._meta_registrations import register_meta
+assert register_meta is sys.modules[name].register_meta and sys.modules[name] is not deferred
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

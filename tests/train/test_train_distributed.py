@@ -192,6 +192,8 @@ def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
         "from pathlib import Path\n"
         "from torch.nn.parallel import DistributedDataParallel\n"
         "from cluster_ddp.train import cleanup_distributed, setup_distributed\n"
+        "from cluster_ddp.train.deferred_dynamo import defer_dynamo\n"
+        "defer_dynamo()\n"  # to import it takes as long as all else
         "def threads(): return [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]\n"
         "atexit.register(lambda: print('after', *threads()))\n"  # the first to be registered comes last
         "setup_distributed(timeout=120)\n"

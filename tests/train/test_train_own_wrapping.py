@@ -13,9 +13,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
@@ -25,6 +22,11 @@ from cluster_ddp.train.own.passed_in import PassedIn
 
 def refused() -> list[str]:
     """What is said of a model in each kind of FSDP, and of an optimizer that averages the weights now and then."""
+    # Here, for these imports take longer than torch's own, and whoever collects the tests would wait for them.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:

@@ -27,10 +27,10 @@ from cluster_ddp.run.directory import RunDirectory
 IS_DYNAMO_DEFERRED = "wrapping" in inspect.getsource(torch._compile)
 _SECONDS = 600  # only guards against hanging
 _SECONDS_AFTER_A_FAILURE = 60
-# Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
-# milliseconds instead of seconds.
+# Forked from a process that has imported torch once, what its optimizers import late, and what tests import: starting
+# a rank takes milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "train_tasks"]
+_PRELOADED = ["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "pytest", "train_tasks", "own_loops"]
 _server.set_forkserver_preload(_PRELOADED)
 
 

@@ -23,6 +23,7 @@ from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.rank import RankProcess
 
+JobSpec.model_rebuild()  # now, and not in each of the many processes that are forked from this one
 CPU = torch.device("cpu")
 SAMPLES = 50
 FEATURES = 12

@@ -7,7 +7,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -34,7 +34,7 @@ _MOST = 50_000  # objects searched per level: 0.1 s
 # Most objects are of these classes, none of which is searched for; those of derived classes are.
 _COMMON = {dict, list, tuple, set, FunctionType, FrameType, CellType, type, WrapperDescriptorType, MethodDescriptorType,
            BuiltinFunctionType, GetSetDescriptorType, weakref.ref, property, staticmethod}  # fmt: skip
-_searches: list[list[Any]] = []  # what the innermost block of `one_search` has found
+_searches: list[dict[Any, Any]] = []  # what each block of `one_search` has found so far; the innermost comes last
 
 
 def running_frames() -> Iterator[FrameType]:
@@ -65,7 +65,7 @@ def running_variables() -> list[tuple[str, Any]]:
 
 def living(*kinds: type) -> list[Any]:
     """All objects of these classes and of those derived from them, wherever the program holds them."""
-    objects = _searched_once() if _searches else gc.get_objects()
+    objects = once("living", _uncommon) if _searches else gc.get_objects()
     return [held for held in objects if issubclass(type(held), kinds)]  # `isinstance` would ask the objects
 
 
@@ -73,20 +73,28 @@ def living(*kinds: type) -> list[Any]:
 def one_search() -> Iterator[None]:
     """Let all calls of `living` in the block share one search, which takes 50 ms or more: torch makes 200,000 objects.
 
-    Until the block ends, what has been found lives on, and what is created since is not found.
+    So it is with all that `once` finds. Until the block ends, what has been found lives on, and what is created since
+    is not found.
     """
-    _searches.append([])
+    _searches.append({})
     try:
         yield
     finally:
         _searches.pop()
 
 
-def _searched_once() -> list[Any]:
+def once(key: Hashable, find: Callable[[], _Found]) -> _Found:
+    """What `find` returns; in a block of `one_search` it is called once for each key."""
+    if not _searches:
+        return find()
     found = _searches[-1]
-    if not found:
-        found += [held for held in gc.get_objects() if type(held) not in _COMMON]
-    return found
+    if key not in found:
+        found[key] = find()
+    return found[key]  # type: ignore[no-any-return]
+
+
+def _uncommon() -> list[Any]:
+    return [held for held in gc.get_objects() if type(held) not in _COMMON]
 
 
 def found_or_nothing(search: Iterator[_Found]) -> list[_Found]:

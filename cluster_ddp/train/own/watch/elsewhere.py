@@ -23,7 +23,9 @@ from cluster_ddp.train.own.watch.syntax import (
     name_of,
     nodes_around,
     program_files,
+    read_once,
     sets_rate,
+    source_of,
     tree_of,
     with_parents,
 )
@@ -91,12 +93,12 @@ class Elsewhere:
         objects = [(name, value) for name, value in holders if _is_of_program(value)]
         running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}
         frames = {frame.f_code.co_filename: frame for frame in running_frames()}
-        files = program_files(value for _, value in objects)
-        asked = {part for file in files for part in _asked_for_rates(tree_of(file))}
+        sources = {file: source_of(file) for file in program_files(value for _, value in objects)}
+        asked = {part for source in sources.values() for part in _asked_for_rates(source)}
         giving = [type(value) for name, value in objects if not asked.isdisjoint(_NAMES.findall(name)[-1:])]
-        givers = {kind.__name__ for of_object in giving for kind in of_object.__mro__}
-        for file in files:
-            for use in _uses_in(file, givers):
+        givers = frozenset(kind.__name__ for of_object in giving for kind in of_object.__mro__)
+        for file, source in sources.items():
+            for use in _uses_in(source, givers):
                 if (file, use.line) in running:
                     continue  # `Counts` looks at it
                 for name, value in _values(use, objects, holders, frames[file].f_globals if file in frames else {}):
@@ -158,15 +160,17 @@ def _values(
             yield f"{name}.{attribute}", vars(value)[attribute]
 
 
-def _asked_for_rates(tree: ast.Module) -> Iterator[str]:
+@read_once
+def _asked_for_rates(source: str) -> Iterator[str]:
     """The names of objects whose call, or method, gives what a function sets a learning rate to."""
-    for function in (node for node in ast.walk(tree) if isinstance(node, (ast.Module, *FUNCTIONS))):
+    for function in (node for node in ast.walk(tree_of(source)) if isinstance(node, (ast.Module, *FUNCTIONS))):
         for call in (part for value in _rates_in(with_parents(function)) for part in ast.walk(value)):
             if isinstance(call, ast.Call):
                 yield from (name_of(call.func) or "").split(".")[-2:]
 
 
-def _uses_in(file: str, givers: Container[str]) -> Iterator[_Use]:
+@read_once
+def _uses_in(source: str, givers: Container[str]) -> Iterator[_Use]:
     """How its functions use numbers that may start over.
 
     Parameters
@@ -174,7 +178,7 @@ def _uses_in(file: str, givers: Container[str]) -> Iterator[_Use]:
     givers
         The names of classes whose objects give learning rates.
     """
-    for owner in ast.walk(tree_of(file)):
+    for owner in ast.walk(tree_of(source)):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             functions = {node: with_parents(node) for node in owner.body if isinstance(node, FUNCTIONS)}
             of_class = owner.name if isinstance(owner, ast.ClassDef) else None

@@ -16,7 +16,7 @@ from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
-from cluster_ddp.train.own.watch.syntax import name_of, program_files, tree_of
+from cluster_ddp.train.own.watch.syntax import name_of, program_files, read_once, source_of, tree_of
 from cluster_ddp.train.state.set_anew import is_only_read_where_set
 
 _ARRAYS = (np.ndarray, Tensor)
@@ -132,7 +132,7 @@ class Queues:
     def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
         passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
         held = {id(part) for _, part in (*reachable(passed_in, _DEPTH_OF_PASSED_IN), *self._kept.values.items())}
-        drawn_from = _drawn_from()
+        drawn_from = {name for file in program_files([]) for name in _drawn_from(source_of(file))}
         for name, found in reachable(running_variables(), _DEPTH):
             if _is_queue(name, found, drawn_from) and found and has_tensors(found[-1]) and id(found) not in held:
                 yield name, found
@@ -143,11 +143,12 @@ def _is_queue(name: str, found: Any, drawn_from: set[str]) -> bool:
     return is_list or type(found) is collections.deque
 
 
-def _drawn_from() -> set[str]:
-    """The variables from which the program draws, in any function of the files that run."""
-    calls = (node for file in program_files([]) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call))
+@read_once
+def _drawn_from(source: str) -> Iterator[str]:
+    """The variables from which any function of a file draws."""
+    calls = (node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call))
     drawing = (call for call in calls if call.args and (name_of(call.func) or "").rpartition(".")[2] in _DRAWS)
-    return {name for call in drawing if (name := name_of(call.args[0])) is not None}
+    yield from (name for call in drawing if (name := name_of(call.args[0])) is not None)
 
 
 def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) -> bool:

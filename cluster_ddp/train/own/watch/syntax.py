@@ -9,17 +9,18 @@ import linecache
 import re
 import sysconfig
 import textwrap
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from cluster_ddp.train.own.kept import Kept
-from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.program import once, running_frames, variables_of
 from cluster_ddp.train.state.surroundings import INSTALLED, is_of_user
 
+_Found = TypeVar("_Found")
 _STANDARD = sysconfig.get_path("stdlib")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
@@ -50,11 +51,17 @@ def text_of(frame: FrameType) -> Text:
     SyntaxError
         Its source cannot be read, or its lines have moved.
     """
-    tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    scope: ast.AST = tree
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_in(node, frame):
-            scope = node  # the innermost comes last
+    return once((frame.f_code.co_filename, frame.f_code, frame.f_lineno), lambda: _text_of(frame))
+
+
+def _text_of(frame: FrameType) -> Text:
+    scope: ast.AST = _parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    running = [scope]
+    for node in running:  # it grows, and the innermost comes last
+        inner = ast.iter_child_nodes(node)
+        running += [child for child in inner if not hasattr(child, "lineno") or _is_in(child, frame)]
+        if isinstance(node, FUNCTIONS):
+            scope = node
     parents = with_parents(scope)
     loops = [node for node in parents if isinstance(node, (ast.For, ast.While)) and _is_in(node, frame)]
     return Text(parents, loops)
@@ -68,12 +75,26 @@ def program_files(objects: Iterable[Any]) -> set[str]:
     return {file for file in files if not is_of_library(file)}
 
 
-def tree_of(file: str) -> ast.Module:
-    """The syntax tree of a file; empty if it cannot be read."""
+def read_once(find: Callable[..., Iterator[_Found]]) -> Callable[..., tuple[_Found, ...]]:
+    """Let what a function finds in a file's source be found only once, and not after each step that is looked at."""
+    return functools.lru_cache(maxsize=100)(lambda *arguments: tuple(find(*arguments)))
+
+
+def source_of(file: str) -> str:
+    """The source in a file; empty if it cannot be read."""
+    return "".join(linecache.getlines(file))
+
+
+def tree_of(source: str) -> ast.Module:
+    """The syntax tree of a source; empty if it is no Python."""
     try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):  # it may be no Python
+        return _parsed(source)
+    except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
+
+
+def _parsed(source: str) -> ast.Module:
+    return once((ast.parse, source), lambda: ast.parse(source))
 
 
 def tree_of_object(value: Any) -> ast.Module:
@@ -101,11 +122,11 @@ def _is_own_module(name: str) -> bool:
 
 def with_parents(scope: ast.AST) -> dict[ast.AST, ast.AST]:
     """The nodes of a scope, without nested scopes, each with its parent; outermost first."""
-    return dict(_parents(scope))
+    return once(scope, lambda: dict(_parents(scope)))
 
 
-def _is_in(node: ast.For | ast.While | ast.FunctionDef | ast.AsyncFunctionDef, frame: FrameType) -> bool:
-    return node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+def _is_in(node: Any, frame: FrameType) -> bool:
+    return node.lineno <= frame.f_lineno <= (node.end_lineno or 0)  # type: ignore[no-any-return]
 
 
 def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -243,7 +264,9 @@ def last_part(name: str) -> str:
 def assigned(node: ast.AST) -> set[str]:
     """The variables that this node assigns."""
     targets = getattr(node, "targets", [getattr(node, "target", None)])
-    parts = (part for target in targets if target is not None for part in ast.walk(target))
+    if targets == [None]:
+        return set()  # most nodes are no assignment
+    parts = (part for target in targets for part in ast.walk(target))
     return {name for part in parts if (name := name_of(part)) is not None and isinstance(part.ctx, ast.Store)}  # type: ignore[attr-defined]
 
 
