@@ -179,7 +179,7 @@ class Keeper:
         say(f"{why}: starting again, elsewhere if possible")
         return self._start_again(None, [self._host_name], why)
 
-    # -- the step ------------------------------------------------------------------------------------------------------
+    # -- the job step --------------------------------------------------------------------------------------------------
 
     def _train(self, attempt: AttemptDirectory) -> None:
         """Run the job step until it ends, or until there is no time left to wait for it."""
@@ -260,7 +260,7 @@ class Keeper:
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             self._leave_to_chain(bad)
-            raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
+            raise RequeueFailed(f"{error}\nTo continue: cluster-ddp resume {self._run.path}") from error
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
             if not self._end.unwanted():

@@ -71,11 +71,11 @@ def record_failed_nodes(
         Whether Slurm ends the job, and its node programs with it.
     """
     if job_step.killed_by and not job_ends:  # its node programs may live on until the job is requeued
-        error = f"srun was ended from outside, as for want of memory ({job_step.killed_by})"
+        error = f"srun was ended from outside, perhaps because memory ran out ({job_step.killed_by})"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     if job_step.cancelled and not job_ends:  # of its node programs, the first to end is no more to blame than others
-        error = f"the job step was cancelled from outside, as by scancel {start.task}.0"
+        error = f"the job step was cancelled from outside, for example by scancel {start.task}.0"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
