@@ -345,9 +345,9 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run", required=True, type=Path, help="the run directory")
     parser.add_argument("--warning", required=True, help="the signal that announces the job's end, such as USR1")
-    parser.add_argument("step", nargs=argparse.REMAINDER, help="-- srun ...")
+    parser.add_argument("job_step", nargs=argparse.REMAINDER, help="-- srun ...")
     parsed = parser.parse_args(arguments)
-    parsed.step = parsed.step[1:] if parsed.step[:1] == ["--"] else parsed.step
+    parsed.job_step = parsed.job_step[1:] if parsed.job_step[:1] == ["--"] else parsed.job_step
     return parsed
 
 
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     run, warning = RunDirectory(parsed.run.absolute()), signal.Signals[f"SIG{parsed.warning}"]
     try:
-        kept = Keeper(run, parsed.step, SlurmAllocation(start), warning=warning, host=host).keep()
+        kept = Keeper(run, parsed.job_step, SlurmAllocation(start), warning=warning, host=host).keep()
     except RunAlive as error:
         return _refuse(error, exit_statuses.RUN_ALIVE)
     except RunEnded as error:

@@ -1,4 +1,4 @@
-"""Detects that nothing can be saved any more: the run directory was removed during training, or its storage is away.
+"""Detects that nothing can be saved any more: the run directory was removed, or its storage is unavailable.
 
 Storage that is unmounted on one node alone would otherwise let all nodes train on to the end of the job, without a
 checkpoint.
