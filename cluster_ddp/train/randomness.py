@@ -100,7 +100,7 @@ class HostGenerator(NamedTuple):
 
 
 _TORCH = torch.default_generator
-_DRAWN = torch.empty((), dtype=torch.float64, device="cpu")  # making another takes longer than drawing
+_DRAWN = torch.empty((), dtype=torch.float64, device="cpu")  # making it anew takes longer than drawing
 
 HOST_GENERATORS = (
     HostGenerator(
