@@ -17,7 +17,10 @@ from cluster_ddp.run.runs import find_run, runs_dir_of
 def command(
     run: Run,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
-    step: Annotated[int | None, typer.Option("--step", help="Default: the newest intact checkpoint.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="The checkpoint of this step. Default: the newest intact checkpoint."),
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The best one by checkpoint.keep_best of the job file.")] = False,
     ema: Annotated[
         bool, typer.Option("--ema", help="The averaged weights that evaluation uses (train.ema_decay).")

@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 
 def command(
     job: Job,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes to simulate; they meet on loopback.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Nodes to simulate; they meet on loopback.")
+    ] = None,
     procs: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per node. Default: the job file's, or one per GPU.")
+        int | None, typer.Option(min=1, metavar="P", help="Ranks per node. Default: the job file's, or one per GPU.")
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="Devices, such as 0,1,3, divided among the nodes; none for CPUs. Default: all.")
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Devices, such as 0,1,3, divided among the nodes; none for CPUs. Default: all."
+        ),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun commands; start nothing.")] = False,

@@ -61,7 +61,7 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
     begun = current is not None or not over or is_deciding_or_waiting(history)
     if last is None or not begun:
         raise RunError(
-            f"the job of run {found.id} is starting and does not train yet; try again in a moment, or end it for "
+            f"the job of run {found.id} is starting and not training yet; try again in a moment, or end it for "
             f"good: cluster-ddp cancel {found.id}"
         )
     number = _ask(found, last.number)

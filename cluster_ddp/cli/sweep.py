@@ -36,10 +36,13 @@ def command(
     local: Annotated[
         bool, typer.Option("--local", help="Run it on this machine, without Slurm, in the foreground.")
     ] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --local: nodes to simulate for each element.")] = None,
-    procs: Annotated[int | None, typer.Option(min=1, help="With --local: ranks on each of them.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --local: nodes to simulate for each element.")
+    ] = None,
+    procs: Annotated[int | None, typer.Option(min=1, metavar="P", help="With --local: ranks on each of them.")] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="With --local: devices, divided among the elements; none for CPUs.")
+        str | None,
+        typer.Option(metavar="LIST", help="With --local: devices, divided among the elements; none for CPUs."),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[

@@ -74,7 +74,9 @@ def _any_string(value: object) -> str:
     """Validate any string that can be passed to a process as an argument or an environment value."""
     text = _string(value, "a string")
     if "\0" in text or not _is_encodable(text):
-        raise refused("contains a character that no process can be passed", allowed="a string without NUL characters")
+        raise refused(
+            "contains a character that cannot be passed to a process", allowed="a string without NUL characters"
+        )
     return text
 
 
@@ -174,7 +176,7 @@ def _target(value: object) -> str:
 def _occasions(value: object) -> tuple[str, ...]:
     allowed = "a list of one or more of: completed, failed, stalled"
     if not isinstance(value, (list, tuple)) or not value or not all(entry in _OCCASIONS for entry in value):
-        raise refused("does not say when to notify", allowed=allowed)
+        raise refused("must name when to notify", allowed=allowed, show=False)
     return tuple(occasion for occasion in _OCCASIONS if occasion in value)
 
 

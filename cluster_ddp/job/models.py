@@ -113,7 +113,7 @@ class NetworkSpec(Section):
         for name in env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 allowed = "a name of letters, digits and '_', no digit first"
-                raise refused("does not belong to the name of a variable", allowed=allowed, at=(name,), show=False)
+                raise refused("is not the name of a variable", allowed=allowed, at=(name,), show=False)
         return env
 
     @model_validator(mode="after")

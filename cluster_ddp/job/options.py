@@ -69,7 +69,7 @@ def _option(name: object, setting: object) -> Option:
         return setting
     if name in _OWN_KEYS:
         shown = not name.startswith("export")  # the exported values may be secret
-        raise refused("has its own key", allowed=f"use {_OWN_KEYS[name]} instead", at=at, show=shown)
+        raise refused("cannot be set here", allowed=f"use {_OWN_KEYS[name]} instead", at=at, show=shown)
     if name in _RENDERED:
         raise refused("cannot be set here", allowed=_RENDERED[name], at=at)
     if "ntasks" in name or name == "tasks-per-node":
@@ -77,7 +77,7 @@ def _option(name: object, setting: object) -> Option:
             "cannot be set here", allowed="one task per node starts the ranks: use launch.procs_per_node", at=at
         )
     if name == "gres" and any(kind.startswith("gpu") for kind in str(setting).split(",")):
-        raise refused("has its own key", allowed="use slurm.gpus_per_node with gpu_option: gres", at=at)
+        raise refused("cannot be set here", allowed="use slurm.gpus_per_node with gpu_option: gres", at=at)
     if setting is None or isinstance(setting, (bool, int, float)):
         return setting
     if not isinstance(setting, str):

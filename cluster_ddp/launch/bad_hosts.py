@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cluster_ddp.launch.lost_nodes import record_lost_nodes, short_name
 from cluster_ddp.run.attempt import is_earlier_start
-from cluster_ddp.run.causes import failures_of, is_surroundings, root_failure
+from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE, NODE_IS_FULL, failures_of, is_surroundings, root_failure
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import finished_a_step, refuse_ended
 from cluster_ddp.run.events import (
@@ -30,11 +30,11 @@ _ENOUGH = 2  # attempts that failed on a host: a single one may be bad luck
 # Errors that a host causes in its ranks. Network errors are not among them: they show on the host that survives.
 _SIGNALS = ("SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL")
 _BROKEN = re.compile(
-    r"killed from outside|ended by SIG(BUS|SEGV|ILL)|"
+    rf"{KILLED_FROM_OUTSIDE}|{NODE_IS_FULL}|ended by SIG(BUS|SEGV|ILL)|"
     r"is killed by signal: (Killed|Bus error|Segmentation fault|Illegal instruction)|"
     r"CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
     r"\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|input/output error|stale file|"
-    r"read-only file system|the node has no space left|</torch_\w+>: No space left|"
+    r"read-only file system|</torch_\w+>: No space left|"
     r"No space left on device: '/(dev/shm|tmp)/",
     re.IGNORECASE,
 )

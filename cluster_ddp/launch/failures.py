@@ -14,7 +14,7 @@ from cluster_ddp.launch.logs import if_disk_is_full, last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
-from cluster_ddp.run.causes import comes_from_outside, describe_failure, shortened
+from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE, comes_from_outside, describe_failure, shortened
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
@@ -176,7 +176,7 @@ def _without_message(code: int | None, rank: Rank) -> str:
         return "ended with exit status 0 before its training was over, as by os._exit(0); it left no message"
     if code:
         return f"ended with exit status {code}; {_last_said(rank)}"  # as argparse and sys.exit(text) do
-    return "ended without a message; killed from outside, perhaps because the node ran out of memory"
+    return f"ended without a message; {KILLED_FROM_OUTSIDE}, perhaps because the node ran out of memory"
 
 
 def _last_said(rank: Rank) -> str:

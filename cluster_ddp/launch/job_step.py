@@ -31,18 +31,18 @@ def node_program(
     return [*words, "--", *torchrun]
 
 
-def leaves_port_open(step: Sequence[str]) -> bool:
+def leaves_port_open(command: Sequence[str]) -> bool:
     """Whether the keeper has to choose the port."""
-    return step[_first(step, "--rdzv-endpoint=")].endswith(PORT)
+    return command[_first(command, "--rdzv-endpoint=")].endswith(PORT)
 
 
-def with_attempt(step: Sequence[str], number: int, port: int | None = None) -> list[str]:
-    """Fill in the attempt's number in the step's command and, if it is open, the rendezvous port.
+def with_attempt(command: Sequence[str], number: int, port: int | None = None) -> list[str]:
+    """Fill in the attempt's number in the job step's command and, if it is open, the rendezvous port.
 
     Only the node program's ``--attempt`` and torchrun's ``--rdzv-id`` and ``--rdzv-endpoint`` are changed, the first of
     each: what follows belongs to the user and may contain braces.
     """
-    filled = list(step)
+    filled = list(command)
     filled[filled.index("--attempt") + 1] = str(number)
     index = _first(filled, "--rdzv-id=")
     filled[index] = filled[index].replace(ATTEMPT, str(number))
@@ -52,5 +52,5 @@ def with_attempt(step: Sequence[str], number: int, port: int | None = None) -> l
     return filled
 
 
-def _first(step: Sequence[str], option: str) -> int:
-    return next(index for index, argument in enumerate(step) if argument.startswith(option))
+def _first(command: Sequence[str], option: str) -> int:
+    return next(index for index, argument in enumerate(command) if argument.startswith(option))

@@ -19,7 +19,7 @@ from cluster_ddp.slurm.job_info import CANCEL
 DECIDE_SECONDS = 60.0
 _HURRIED_SECONDS = 2.0
 _RETRY_SECONDS = 1.0
-_UNDECIDED = "the next step could not be decided"
+_UNDECIDED = "what follows could not be decided"
 
 Follows = Literal["end", "start again", "fail"]
 

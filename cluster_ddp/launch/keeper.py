@@ -179,7 +179,7 @@ class Keeper:
         say(f"{why}: starting again, elsewhere if possible")
         return self._start_again(None, [self._host_name], why)
 
-    # -- the step ------------------------------------------------------------------------------------------------------
+    # -- the job step --------------------------------------------------------------------------------------------------
 
     def _train(self, attempt: AttemptDirectory) -> None:
         """Run the job step until it ends, or until there is no time left to wait for it."""
@@ -260,7 +260,7 @@ class Keeper:
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             self._leave_to_chain(bad)
-            raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
+            raise RequeueFailed(f"{error}\nTo continue: cluster-ddp resume {self._run.path}") from error
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
             if not self._end.unwanted():
@@ -345,9 +345,9 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run", required=True, type=Path, help="the run directory")
     parser.add_argument("--warning", required=True, help="the signal that announces the job's end, such as USR1")
-    parser.add_argument("step", nargs=argparse.REMAINDER, help="-- srun ...")
+    parser.add_argument("job_step", nargs=argparse.REMAINDER, help="-- srun ...")
     parsed = parser.parse_args(arguments)
-    parsed.step = parsed.step[1:] if parsed.step[:1] == ["--"] else parsed.step
+    parsed.job_step = parsed.job_step[1:] if parsed.job_step[:1] == ["--"] else parsed.job_step
     return parsed
 
 
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     run, warning = RunDirectory(parsed.run.absolute()), signal.Signals[f"SIG{parsed.warning}"]
     try:
-        kept = Keeper(run, parsed.step, SlurmAllocation(start), warning=warning, host=host).keep()
+        kept = Keeper(run, parsed.job_step, SlurmAllocation(start), warning=warning, host=host).keep()
     except RunAlive as error:
         return _refuse(error, exit_statuses.RUN_ALIVE)
     except RunEnded as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp.launch.agent_failure import MORE_FILES, TOO_MANY_FILES
 from cluster_ddp.launch.running_job_step import START_SECONDS, RunningJobStep
+from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import (
     HANG,
@@ -81,11 +82,11 @@ def record_failed_nodes(
             _record_lost(attempt, writer, hosts.index(host) if host in hosts else None, host, _DOWN)
         return
     if job_step.killed_by and not job_ends:  # its node programs may live on until the job is requeued
-        error = f"srun was ended from outside, as for want of memory ({job_step.killed_by})"
+        error = f"srun was ended from outside, perhaps because memory ran out ({job_step.killed_by})"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     if job_step.cancelled and not job_ends:  # of its node programs, the first to end is no more to blame than others
-        error = f"the job step was cancelled from outside, as by scancel {start.task}.0"
+        error = f"the job step was cancelled from outside, for example by scancel {start.task}.0"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
@@ -165,7 +166,7 @@ def _record_killed_node(
         return
     error = f"its node program ended without signing off: {first.describe()}"
     if first.by_signal:
-        error = f"its node program was killed from outside, for example because memory ran out (srun: {first.how})"
+        error = f"its node program was {KILLED_FROM_OUTSIDE}, for example because memory ran out (srun: {first.how})"
     rank, suspect = nodes[NODE_STARTED], first.by_signal
     writer.write(NODE_FAILED, attempt=attempt.number, node=rank, host=first.host, error=error, suspect=suspect)
 

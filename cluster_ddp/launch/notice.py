@@ -48,7 +48,7 @@ def give_notice(run: RunDirectory, *, writer: str) -> None:
             return
         number = read_history(run).last_number
     except (ClusterDDPError, OSError) as error:
-        say(f"cluster-ddp: no notice is given: {error}")
+        say(f"cluster-ddp: cannot notify anybody: {error}")
         return
     problem = _run(notify.command, status)
     events = EventWriter(run, writer)
@@ -103,4 +103,4 @@ def _run(command: str, status: RunStatus) -> str | None:
             return None
         said.seek(max(0, said.seek(0, os.SEEK_END) - _MAX_WORDS))
         words = said.read().decode(errors="replace").strip().splitlines()
-        return f"gave exit status {code}" + (f": {words[-1]}" if words else "")
+        return f"exited with status {code}" + (f": {words[-1]}" if words else "")

@@ -120,7 +120,7 @@ class NodeProgram:
             warn=self._warn,
         )
         self._run_watch = RunWatch(run.path)
-        self._last_words = ""  # what cannot be recorded on storage that is away
+        self._last_words = ""  # what cannot be recorded on storage that is unavailable
         self._sign_of_life = SignOfLife(self._attempt.alive_file(node_rank))
         self._next_watch = 0.0
         self._next_look_for_newer = 0.0
@@ -340,16 +340,19 @@ class NodeProgram:
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         missing = self._missing(failure.came)
         alone = len(missing) > 1 and failure.came == {self._host}
-        told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
         # Once another node has failed, its peers lose their connections: by their clocks perhaps even earlier.
-        self._record(events.NODE_FAILED, error=failure.error, suspect=(failure.suspect or alone) and not told)
+        suspect = (failure.suspect or alone) and not self._suspected_hosts()
+        self._record(events.NODE_FAILED, error=failure.error, suspect=suspect)
         if not alone and missing:
             if self._host != min(failure.came):  # which sees the same, and records it unless it has been lost, too
                 time.sleep(_FIRST_TO_RECORD_SECONDS)
-            told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
-            for host, node in missing.items():
-                if host in told:
-                    continue
+            self._record_missing(missing)
+
+    def _record_missing(self, missing: dict[str, object]) -> None:
+        """Record the nodes that never came to the rendezvous, unless another node has done so."""
+        suspected = self._suspected_hosts()
+        for host, node in missing.items():
+            if host not in suspected:
                 self._events.write(
                     events.NODE_FAILED,
                     attempt=self._attempt.number,
@@ -359,6 +362,9 @@ class NodeProgram:
                     "(launch.join_timeout): see its /etc/hosts and DNS, its firewall, and network.socket_ifname",
                     suspect=True,
                 )
+
+    def _suspected_hosts(self) -> set[object]:
+        return {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
 
     def _record_lost_connection(self) -> None:
         """Record that the agent gave up, and ended its ranks, while nothing had failed; tell the other nodes."""

@@ -85,7 +85,7 @@ def queue_again(
                 return True
         if refusals >= _REFUSALS or clock() + pause > (until() or endless):
             hint = _INSTEAD if refusals and _NOT_ALLOWED in said else ""
-            raise RequeueFailed(f"Slurm has not queued the job again{hint}: {said}")
+            raise RequeueFailed(f"Slurm has not requeued the job{hint}: {said}")
         if pause == _FIRST_PAUSE:
             delayed(said.splitlines()[0])
         sleep(pause)

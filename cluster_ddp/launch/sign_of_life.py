@@ -142,7 +142,7 @@ class SilentNodes:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # the storage is away: nothing is known
+            return True  # the storage is unavailable: nothing is known
         self._began.add(node)
         if self._touched.get(node, (0, 0.0))[0] != moment:
             self._touched[node] = moment, now

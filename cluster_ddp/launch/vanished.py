@@ -1,4 +1,4 @@
-"""Detects that nothing can be saved any more: the run directory was removed during training, or its storage is away.
+"""Detects that nothing can be saved any more: the run directory was removed, or its storage is unavailable.
 
 Storage that is unmounted on one node alone would otherwise let all nodes train on to the end of the job, without a
 checkpoint.
@@ -47,7 +47,7 @@ class RunWatch:
         if self._gone_since is not None and now - self._gone_since >= _GONE_SECONDS:
             return f"{self._folder} was removed or renamed"
         if self._away_since is not None and now - self._away_since >= _AWAY_SECONDS:
-            return f"the storage of {self._folder} has been away for {_AWAY_SECONDS / 60:.0f} min"
+            return f"the storage of {self._folder} has been unavailable for {_AWAY_SECONDS / 60:.0f} min"
         return None
 
     def _problem(self) -> OSError | None:

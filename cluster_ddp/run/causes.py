@@ -9,12 +9,16 @@ from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_LOST, NODE_TA
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
 
+KILLED_FROM_OUTSIDE = "killed from outside"
+NODE_IS_FULL = "the node has no space left"
+"""Words in our own errors by which decisions recognize their cause, here and in `launch.bad_hosts`."""
+
 # Errors caused from outside the program: a peer that died, the network, the machine. A restart helps, unlike after an
 # error of the program itself.
 _SURROUNDINGS = re.compile(
-    r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
-    r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
-    r"CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
+    rf"\bsignal\b|{KILLED_FROM_OUTSIDE}|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|"
+    r"\bpeer\b|rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|"
+    r"CUDA driver|CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
     r"busy or unavailable|resource temporarily unavailable|can't start new thread|no space left|quota exceeded|"
     r"input/output error|remote I/O error|stale file handle|read-only file system|transport endpoint",
     re.IGNORECASE,

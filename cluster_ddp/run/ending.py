@@ -171,14 +171,19 @@ def refuse_ended(history: History) -> None:
     if outcome is None or not outcome.ending.final:
         return
     ending, run = outcome.ending, history.run
-    if ending is Ending.COMPLETED:
-        message = f"run {run.id} is complete: there is nothing left to train"
-    else:
-        why = f": {outcome.why}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
-        message = (
-            f"run {run.id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run.path}"
-        )
-    raise RunEnded(message, ending.state)
+    refuse_complete(history)
+    why = f": {outcome.why}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
+    raise RunEnded(
+        f"run {run.id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run.path}",
+        ending.state,
+    )
+
+
+def refuse_complete(history: History) -> None:
+    """Raise `RunEnded` for a run that is complete."""
+    outcome = outcome_so_far(history)
+    if outcome is not None and outcome.ending is Ending.COMPLETED:
+        raise RunEnded(f"run {history.run.id} is complete: there is nothing left to train", RunState.COMPLETED)
 
 
 def _has_failed_afterwards(history: History, number: int) -> bool:

@@ -117,7 +117,7 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
         else:
             return run, True
     if path.is_symlink() or not run.exists():
-        raise RunError(f"{path} exists and is not a run; choose another name, or move it away")
+        raise RunError(f"{path} exists and is not a run; choose another name, or move it elsewhere")
     return run, False
 
 

@@ -3,7 +3,10 @@
 #
 # Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
 # to requeue the job, since nothing else can and a different host may do better. If the job is not requeued, the next job
-# of its chain leaves this host, or waits a while where there is no other. It is bash because Python may not start on this host. The limits on requeues in a row, after starts that failed and after those that Slurm took the nodes from:
+# of its chain leaves this host, or waits a while where there is no other. It is bash because Python may not start on
+# this host.
+
+# The limits on requeues in a row: after starts that failed, and after those that Slurm took the nodes from
 tries=3 preemptions=100
 pause=10minutes # before the next job of a chain starts on a host where a start has failed
 

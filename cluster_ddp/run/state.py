@@ -79,7 +79,7 @@ def _without_slurm(
     if not answered and last.slurm_job_id and is_deciding(history):
         return (
             RunState.RUNNING,
-            "its nodes have finished; the next step is being decided, and Slurm cannot be queried here",
+            "its nodes have finished; what follows is being decided, and Slurm cannot be queried here",
         )
     alive = attempt_is_alive(history, last)
     if alive or (alive is None and not (answered and last.slurm_job_id)):

@@ -32,7 +32,7 @@ from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, request_res
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import Ending, outcome_so_far
+from cluster_ddp.run.ending import refuse_complete
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import (
     NODE_FAILED,
@@ -190,7 +190,7 @@ def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
     else:
         _refuse_other_job(run, start.spec)
     seen = read_history(run)
-    _refuse_complete(seen)
+    refuse_complete(seen)
     _refuse_alive(seen)
     attempt, start = _meet(start, seen)
     _warn_of_address(start)
@@ -313,12 +313,6 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         flat |= _flat(entry, f"{prefix}{key}.") if isinstance(entry, dict) and entry else {prefix + key: entry}
     return flat
-
-
-def _refuse_complete(seen: History) -> None:
-    outcome = outcome_so_far(seen)
-    if outcome is not None and outcome.ending is Ending.COMPLETED:
-        raise RunEnded(f"run {seen.run.id} is complete: there is nothing left to train", RunState.COMPLETED)
 
 
 def _refuse_alive(seen: History) -> None:

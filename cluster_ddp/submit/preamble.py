@@ -34,8 +34,8 @@ cluster_ddp_fail() {
     local cluster_ddp_policy=@policy@
     if [[ -f $cluster_ddp_policy ]]; then
         trap 'kill $!' "${cluster_ddp_signals[@]}" # which only this script receives
-        ( # without what may be too large to be handed to a program
-            set +e # one that is read-only stays
+        ( # without large functions and variables, with which no program may start
+            set +e # a read-only one stays
             while IFS= read -r cluster_ddp_name; do unset -f -- "$cluster_ddp_name"; done < <(compgen -A function)
             while IFS= read -r cluster_ddp_name; do
                 cluster_ddp_value=${!cluster_ddp_name-}
@@ -131,7 +131,7 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
         The folder of the script that was submitted.
     """
     yield f"cluster_ddp_run={run}"
-    yield "# Slurm's, and what a person or a site may send: by default they would end this script"
+    yield "# Signals that Slurm, a person or a site may send; by default they would end this script"
     yield f"cluster_ddp_signals=({' '.join(dict.fromkeys((signal, 'TERM', *_ASK_TO_END)))})"
     yield ""
     yield _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@tries@", str(TRIES))

@@ -36,7 +36,7 @@ def quote(value: str) -> str:
 def inside(value: str) -> str:
     """Return `value` as written between double quotes; see `quote`."""
     if "\0" in value:
-        raise UnquotableError(f"{value!r} holds a NUL character, which no process can be given")
+        raise UnquotableError(f"{value!r} contains a NUL character, which cannot be passed to a process")
     return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
@@ -62,7 +62,7 @@ def directive(option: str, value: str | None) -> str:
     if value is None:
         return f"#SBATCH --{option}"
     if _CONTROL.search(value):
-        raise UnquotableError(f"the sbatch option --{option} cannot hold the control character in {value!r}")
+        raise UnquotableError(f"the sbatch option --{option} cannot contain the control character in {value!r}")
     return f"#SBATCH --{option}={quote(value)}"
 
 

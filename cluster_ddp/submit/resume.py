@@ -242,7 +242,7 @@ def _check_global_batch(record: RunRecord, job: RunJob) -> None:
     if kept is not None and wanted not in (None, job.before.train.global_batch, kept):
         raise SubmitError(
             f"train.global_batch: this run has trained with {kept} samples a step and keeps that; "
-            f"with {wanted} it would be a different training.\nSubmit a new run for it."
+            f"with {wanted} it would be a different run.\nSubmit a new one for that."
         )
 
 

@@ -118,7 +118,7 @@ def _copy(model: nn.Module) -> nn.Module:
         raise TaskError(
             "train.ema_decay: the model cannot be copied, because it keeps a tensor that was computed from its "
             "parameters, as torch.nn.utils.weight_norm and prune do: use torch.nn.utils.parametrizations, or call "
-            f"prune.remove, or leave ema_decay out ({str(error).partition('.')[0]})"
+            f"prune.remove, or omit ema_decay ({str(error).partition('.')[0]})"
         ) from error
 
 

@@ -202,7 +202,7 @@ def settle_layout(model: nn.Module, world_size: int) -> None:
         if world_size > 2:
             raise TrainError(
                 "DistributedDataParallel(static_graph=True) on three ranks or more cannot be resumed exactly: it lays "
-                "out its gradient buckets by the first backward pass of each attempt; leave static_graph out"
+                "out its gradient buckets by the first backward pass of each attempt; omit static_graph"
             )
         return
     if model.find_unused_parameters:

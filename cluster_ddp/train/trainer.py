@@ -321,9 +321,9 @@ class Trainer:
         if self._evaluation_is_due() and not self.session.decision.stops:
             self._evaluate()
             was_evaluated = not self.session.decision.stops
-        # A checkpoint that a stop saved before the evaluation of its step does not record the evaluation yet.
-        gains = self.job.checkpoint.keep_best is not None or self.session.saving.has_saved(self.step)
-        if self.session.save_is_due or (was_evaluated and gains):
+        # Checkpoints record metrics for keep_best; one that a stop saved before the evaluation of its step lacks them.
+        needs_metrics = self.job.checkpoint.keep_best is not None or self.session.saving.has_saved(self.step)
+        if self.session.save_is_due or (was_evaluated and needs_metrics):
             self._save(again=was_evaluated)
 
     def _evaluation_is_due(self) -> bool:

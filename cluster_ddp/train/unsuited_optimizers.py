@@ -32,7 +32,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise TaskError(
             f"optimizer() returned {kind.__name__} with differentiable=True, whose step() is to be differentiated "
-            "itself and cannot change parameters in place, as the trainer has it do: leave differentiable out, or "
+            "itself and cannot change parameters in place, as the trainer has it do: omit differentiable, or "
             "train in a loop of your own by join_run()"
         )
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO

@@ -267,7 +267,7 @@ ROWS: dict[str, Row] = {
         forbid_requeue,
         state="FAILED",
         attempts=1,
-        words=("requeue failed: Slurm has not queued the job again", "cluster-ddp resume"),
+        words=("requeue failed: Slurm has not requeued the job", "cluster-ddp resume"),
     ),
     "node cut from Slurm's controller, but not from the storage": Row(
         "the job is started elsewhere while the old attempt keeps training; the old one ends within seconds of the "

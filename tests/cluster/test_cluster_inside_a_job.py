@@ -58,4 +58,4 @@ def test_what_was_edited_after_the_submission_is_not_run_and_the_end_is_told(
     assert (told["run_id"], told["state"], told["slurm_job_id"]) == (run.name, "COMPLETED", str(slurm_job))
     status = json.loads(cluster.cli("status", str(run), "--json", timeout=180).stdout)
     assert status["state"] == "COMPLETED", "a notice that fails changes nothing"
-    assert any("notify.command: gave exit status 3" in text for text in status["warnings"])
+    assert any("notify.command: exited with status 3" in text for text in status["warnings"])

@@ -91,7 +91,10 @@ def test_an_srun_that_was_killed_is_told(fresh: RunDirectory) -> None:
         happened(fresh, "node-started", 0, host=f"n{node + 1}", node=node)
     assert recorded(fresh, Ended(killed_by="SIGKILL")) == [], "no node is suspected"
     happened(fresh, "stopped", 0, step=5, reason="terminated")
-    assert "srun was ended from outside, as for want of memory (SIGKILL)" in outcome_of(read_history(fresh), 0).why
+    assert (
+        "srun was ended from outside, perhaps because memory ran out (SIGKILL)"
+        in outcome_of(read_history(fresh), 0).why
+    )
 
 
 ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
@@ -105,7 +108,7 @@ def test_of_a_cancelled_step_no_node_is_suspected(fresh: RunDirectory, lines: tu
         happened(fresh, "node-started", 0, host=f"n{node + 1}", node=node)
     assert bool(recorded(fresh, Ended(*lines))) is suspected
     why = outcome_of(read_history(fresh), 0).why
-    assert ("the job step was cancelled from outside, as by scancel" in why) is not suspected
+    assert ("the job step was cancelled from outside, for example by scancel" in why) is not suspected
     assert ("node n2 failed" in why) is suspected
 
 
@@ -116,12 +119,14 @@ def test_a_node_program_that_ended_by_itself_is_told_and_not_the_connections_tha
     for node in range(3):
         happened(fresh, "node-started", 0, host=f"n{node + 1}", node=node)
     happened(fresh, "rank-failed", 0, host="n1", node=0, rank=0, error="RuntimeError: Connection closed by peer")
-    words = "1: cluster-ddp: the storage of /runs/r has been away for 15 min: ending, as nothing can be saved there"
+    words = (
+        "1: cluster-ddp: the storage of /runs/r has been unavailable for 15 min: ending, as nothing can be saved there"
+    )
     assert recorded(fresh, Ended(words, "srun: error: n2: task 1: Exited with exit code 1")) == [], (
         "it may be all nodes'"
     )
     why = outcome_of(read_history(fresh), 0).why
-    assert why.startswith("node n2 failed: ") and "has been away for 15 min" in why
+    assert why.startswith("node n2 failed: ") and "has been unavailable for 15 min" in why
 
 
 def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:

@@ -66,10 +66,10 @@ def test_command_that_fails_is_told_once_as_a_warning(tmp_path: Path, capsys: py
     for _ in range(2):
         notice.give_notice(run, writer="test")
     said = capsys.readouterr().err
-    assert said.count("gave exit status 7: no route\\x1b[2J") == 1 and "\033" not in said
+    assert said.count("exited with status 7: no route\\x1b[2J") == 1 and "\033" not in said
     status = describe(run, None)
     assert status.state.value == "COMPLETED"
-    assert [warning for warning in status.warnings if "exit status 7" in warning] == list(status.warnings)
+    assert [warning for warning in status.warnings if "with status 7" in warning] == list(status.warnings)
 
 
 def test_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

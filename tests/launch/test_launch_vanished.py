@@ -98,7 +98,7 @@ print(vanished)
     ("what", "seconds", "why"),
     [
         ("unmounted", 600, "None"),
-        ("unmounted", 930, "the storage of FOLDER/runs/run has been away for 15 min"),
+        ("unmounted", 930, "the storage of FOLDER/runs/run has been unavailable for 15 min"),
         ("removed", 80, "FOLDER/runs/run was removed or renamed"),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_run_that_is_being_judged_has_not_failed_where_slurm_cannot_be_asked(r
     say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
     say("node-finished", 0, at=9_960, node=0, outcome="failed")
     found = describe(run, None)
-    assert found.state is RunState.RUNNING and "the next step is being decided" in str(found.reason)
+    assert found.state is RunState.RUNNING and "what follows is being decided" in str(found.reason)
     assert state_of(run, {}) == "FAILED", "Slurm knows no job that could still decide"
     say("stalled", 0, reason="no progress")
     assert state_of(run, None) == "STALLED"

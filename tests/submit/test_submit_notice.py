@@ -41,7 +41,7 @@ def test_local_gives_it_and_its_exit_status_stays(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 4, done.stderr
     assert states_told(tmp_path) == ["FAILED"]
-    assert "notify.command: gave exit status 3" in done.stderr
+    assert "notify.command: exited with status 3" in done.stderr
     (run,) = list_runs(tmp_path / "runs")
     (notified,) = (event for event in read_events(run) if event["event"] == NOTIFIED)
-    assert (notified["state"], notified["error"]) == ("FAILED", "gave exit status 3")
+    assert (notified["state"], notified["error"]) == ("FAILED", "exited with status 3")

@@ -24,7 +24,7 @@ def test_a_requeue_that_slurm_refuses(stage: Stage) -> None:
     status = stage.status()
     assert status["state"] == "FAILED"
     assert f"queues several for one run): scontrol failed (status 1): {words}" in status["reason"]
-    assert status["reason"].startswith("requeue failed: Slurm has not queued the job again (where")
+    assert status["reason"].startswith("requeue failed: Slurm has not requeued the job (where")
     assert "`cluster-ddp submit --chain N`" in status["reason"]
     assert "cluster-ddp resume" in status["reason"]
     assert "requeued" not in stage.events()

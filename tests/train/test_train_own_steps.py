@@ -290,4 +290,4 @@ def static() -> str:
 
 
 def test_a_static_graph_is_refused_where_its_layout_matters() -> None:
-    assert "leave static_graph out" in run_ranks(static, 2)[0]
+    assert "omit static_graph" in run_ranks(static, 2)[0]

@@ -27,6 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.launch.processes import present
+from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
@@ -223,7 +224,7 @@ def _in_words(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit status {exit_code}"
     name = next((known.name for known in signal.Signals if known == -exit_code), f"signal {-exit_code}")
-    known = {"SIGKILL": ", killed from outside, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
+    known = {"SIGKILL": f", {KILLED_FROM_OUTSIDE}, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
              "because the memory disk (/dev/shm) is full"}  # fmt: skip
     return f"ended by {name}{known.get(name, '')}"
 
