@@ -192,8 +192,8 @@ def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
     seen = read_history(run)
     refuse_complete(seen)
     _refuse_alive(seen)
+    _warn_of_address(start)  # before it waits for the others
     attempt, start = _meet(start, seen)
-    _warn_of_address(start)
     if start.node == 0:
         _keep(attempt, start, show)
     else:

@@ -161,8 +161,10 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
 
 
 def test_node_that_does_not_come_is_named_and_costs_no_attempt(tmp_path: Path, call: Call, script: Path) -> None:
-    status, _, err = finish(call(*launch(0, *ON_LOOPBACK, "--set", "launch.join_timeout=1")))
+    elsewhere = ("--master-addr", "192.0.2.1")  # of no machine, see RFC 5737
+    status, _, err = finish(call(*launch(0, *elsewhere, "--set", "launch.join_timeout=1")))
     assert status == 4
+    assert "192.0.2.1 is not an address of this machine" in err
     assert "node 1 (rank 1)" in err and "launch.join_timeout" in err and "--node-rank" in err
     assert "Traceback" not in err
     run = RunDirectory(tmp_path / "runs/pair")
