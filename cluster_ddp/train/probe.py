@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.process import gc_paused
+
 
 def main() -> None:
     """Answer one request. What the user's module prints goes to standard error."""
@@ -32,10 +34,11 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         if sys.argv[1] == "task":
-            import cluster_ddp.train.task  # noqa: F401 - while the request is being prepared
-            from cluster_ddp.train.deferred_dynamo import defer_dynamo
+            with gc_paused():
+                import cluster_ddp.train.task  # noqa: F401 - while the request is being prepared
+                from cluster_ddp.train.deferred_dynamo import defer_dynamo
 
-            defer_dynamo()
+                defer_dynamo()
 
         asked = json.load(sys.stdin)
         said = _script(Path(asked["script"])) if "script" in asked else _task(asked)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from own_loops import LOADERS, begin_attempt, failure, model_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 from train_ranks import run_ranks
 
@@ -47,6 +46,8 @@ def validated(place: Path) -> None:
 
 
 def test_the_best_checkpoint_of_a_loop_is_kept_and_its_metrics_logged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     best = KeepBestSpec(metric="val/accuracy")
     checkpoint = CheckpointSpec(every_steps=1000, keep_last=1, keep_best=best, background=False)
     log = LogSpec(tensorboard=True, wandb=WandbSpec(mode="offline"))

@@ -30,14 +30,18 @@ _SECONDS_AFTER_A_FAILURE = 60
 # Forked from a process that has imported torch once, what its optimizers import late, and what tests import: starting
 # a rank takes milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "pytest", "train_tasks", "own_loops"]
+_PRELOADED = [
+    "gc_off", "torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "pytest", "train_tasks", "own_loops",
+]  # fmt: skip
 _server.set_forkserver_preload(_PRELOADED)
 
 
-def preload(*modules: str) -> None:
-    """Fork ranks from a process that has imported these as well."""
-    _server.set_forkserver_preload([*_PRELOADED, *modules])
+def preload(*modules: str, anew: bool = False) -> None:
+    """Fork ranks from a process that has imported these as well; `anew`: in the environment of now."""
     server = forkserver._forkserver
+    if server._preload_modules == [*_PRELOADED, *modules] and not anew:
+        return
+    _server.set_forkserver_preload([*_PRELOADED, *modules])
     if server._forkserver_pid is not None:
         # Asked to end, it would wait for whatever a killed rank has left behind.
         os.kill(server._forkserver_pid, signal.SIGKILL)
@@ -142,7 +146,14 @@ def _become(environment: dict[str, str], log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    _begin()
+
+
+def _begin() -> None:
+    # Workers start as those of a rank that torchrun starts do, and not by a fork server of each rank's own.
     multiprocessing.set_start_method(None, force=True)
+    gc.freeze()  # what the imports made is neither collected nor searched: half of the time of a short training
+    gc.enable()
 
 
 def _be_rank(
@@ -166,9 +177,7 @@ def _be_rank(
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
-    # Workers start as those of a rank that torchrun starts do, and not by a fork server of each rank's own.
-    multiprocessing.set_start_method(None, force=True)
-    gc.freeze()  # what the imports made is neither collected nor searched: half of the time of a short training
+    _begin()
     import torch
 
     from cluster_ddp.train import cleanup_distributed, setup_distributed
