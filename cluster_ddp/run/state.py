@@ -181,9 +181,10 @@ def _ended(
         return outcome.ending.state, outcome.why
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
+    killed = ": its keeper was killed" if job.reason.startswith("RaisedSignal") else ""
     return RunState.LOST, (
-        f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}, and training left no record of its end "
-        f"{see_output(record, job.job_id)}"
+        f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}{killed}, and training left no record of its end "
+        f"{see_output(record, job.job_id)}. To continue: cluster-ddp resume {history.run.path}"
     )
 
 

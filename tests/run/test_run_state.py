@@ -258,6 +258,15 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(
     assert state_of(run, {"7": slurm_job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
 
 
+def test_a_run_whose_keeper_was_killed_before_its_ranks_could_say_anything_is_lost(run: RunDirectory) -> None:
+    """As where submitit's program is killed, whose job step Slurm kills at once."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    found = describe(run, {"7": slurm_job("FAILED", "RaisedSignal:9(Killed)", run_id=run.id)})
+    assert found.state is RunState.LOST and "its keeper was killed, and training left no record" in str(found.reason)
+    assert f"To continue: cluster-ddp resume {run.path}" in str(found.reason)
+
+
 def test_a_run_that_a_person_stops_as_it_is_queued_again_is_stopped(run: RunDirectory, say: Say) -> None:
     attempt = begin(run, slurm_job_id="7")
     hide(run, 0)
