@@ -161,16 +161,21 @@ def _ended(
         )
     # A keeper that is killed within KillWait of a scancel may have recorded only what came before, such as the warning.
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.ending is Ending.STOPPED)
-    if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
+    if job is None and answered and last.slurm_job_id and (outcome.ending is Ending.UNKNOWN or came_to_nothing):
+        ended, queued = "ended long ago", ""
+        if came_to_nothing:
+            ended, queued = "was cancelled, or ended before an attempt started", "its job was queued again; "
         forgotten = (
-            f"Slurm no longer knows its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted "
-            "without its saved state"
+            f"Slurm no longer knows its job {last.slurm_job_id}: it {ended}, or slurmctld was restarted without its "
+            "saved state"
         )
         if record is not None:
             original = original_of(history.run, record) or (record.id if record.id != history.run.id else None)
             if original is not None:
                 forgotten = f"this is a copy of {original}, and Slurm knows no job of the copy"
-        return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.path}"
+        return RunState.LOST, (
+            f"{outcome.why}; {queued}{forgotten}. To continue: cluster-ddp resume {history.run.path}"
+        )
     behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
     if outcome.ending is Ending.STOPPED and answered and not requeued and behind:
         return outcome.ending.state, (
