@@ -177,9 +177,15 @@ def _ended(
             f"{outcome.why}; {queued}{forgotten}. To continue: cluster-ddp resume {history.run.path}"
         )
     behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
-    if outcome.ending is Ending.STOPPED and answered and not requeued and behind:
+    goes_on = outcome.ending in (Ending.STOPPED, Ending.FAILED, Ending.HUNG)  # unless somebody kept it from that
+    if goes_on and answered and not requeued and behind:
         return outcome.ending.state, (
             f"{outcome.why}; Slurm job {behind[0]} of its chain was to continue it, and is no longer in the queue. To "
+            f"continue: cluster-ddp resume {history.run.path}"
+        )
+    if goes_on and last.slurm_job_id and not cancelled and not decided:
+        return outcome.ending.state, (
+            f"{outcome.why}; its keeper was killed, or its node failed, before it had the job queued again. To "
             f"continue: cluster-ddp resume {history.run.path}"
         )
     if job is None or not unexplained:

@@ -235,6 +235,9 @@ def test_a_run_whose_keeper_was_killed_is_not_judged_for_ever(run: RunDirectory,
     say("rank-failed", 0, at=9_600, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
     say("node-finished", 0, at=9_600, node=0, outcome="failed")
     assert state_of(run, None) == "FAILED"
+    found = describe(run, {"7": slurm_job("FAILED", "RaisedSignal:9(Killed)", run_id=run.id)})
+    assert found.state is RunState.FAILED and "SIGKILL; its keeper was killed, or its node failed" in str(found.reason)
+    assert f"To continue: cluster-ddp resume {run.path}" in str(found.reason)
 
 
 @pytest.mark.parametrize("reason", ["terminated", "preemption", "time-limit"])
