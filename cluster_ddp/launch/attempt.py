@@ -79,6 +79,7 @@ def begin(
         pid=pid,
         nodes=start.nodes or None,
         procs=procs,
+        cluster=start.cluster or None,
         job_alive=_job_is_active,
         another_runs=lambda job_id: _is_another_runs(run, job_id),
         given_up=given_up,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from run_builders import begin, begin_dead, hide, job, slurm_job, state_of
 
+from cluster_ddp.run import status
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -85,6 +86,22 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
     assert gone.state is RunState.LOST, "it was to come again, and nobody has stopped it"
     assert "preemption; its job was queued again; Slurm no longer knows its job 7: it was cancelled" in str(gone.reason)
     assert f"To continue: cluster-ddp resume {run.path}" in str(gone.reason)
+
+
+def test_slurm_of_another_cluster_says_nothing(run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where clusters share their storage, a run was LOST on the other's login node, and resumed while it trained."""
+    begin(run, slurm_job_id="7", cluster="alpha")
+    hide(run, 0)
+    monkeypatch.setattr(status, "cluster_name", lambda: "beta")
+    found = describe(run, {})
+    assert found.state is RunState.RUNNING and "from here; this is its last known state" in str(found.reason)
+    say("stopped", 0, step=5, reason="time-limit")
+    say("requeued", 0, reason="stopped: time-limit")
+    assert state_of(run, {}) == "REQUEUED"
+    assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING", "of a federation"
+    for name in ("alpha", None):
+        monkeypatch.setattr(status, "cluster_name", lambda name=name: name)
+        assert state_of(run, {}) == "LOST"
 
 
 @pytest.mark.parametrize(
