@@ -111,8 +111,8 @@ def _never_began(
         return not_in_queue(history.run, record, answered=answered)
     if ids and answered:
         return RunState.LOST, (
-            f"Slurm no longer knows job {ids[-1]}, and no attempt has started. To continue: cluster-ddp resume "
-            f"{history.run.path}"
+            f"Slurm no longer knows job {ids[-1]} (another cluster's may), and no attempt has started. To continue: "
+            f"cluster-ddp resume {history.run.path}"
         )
     if ids:
         return RunState.PENDING, f"Slurm cannot be queried about job {ids[-1]} from here"
@@ -132,12 +132,12 @@ def _ended(
     if not cancelled and (delayed := why_delayed(history)):  # the keeper was killed while retrying
         return RunState.FAILED, f"requeue failed: {delayed}. To continue: cluster-ddp resume {history.run.path}"
     requeued = history.of_attempt(number, events.REQUEUED)
-    if requeued and not answered and history.attempts[-1].slurm_job_id:
+    came_to_nothing = requeued and not outcome.ending.final  # if no further attempt begins
+    if came_to_nothing and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
     if job is not None and cancelled and requeued and outcome.ending is not Ending.STOPPED_BY_PERSON:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled before it continued"
     last = history.attempts[-1]
-    came_to_nothing = requeued and not outcome.ending.final  # no further attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
         # Newer Slurm versions call a job PREEMPTED if it ever was, however its last start ended.
         storage = "The batch host may not have been able to use the run directory. "

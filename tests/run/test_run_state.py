@@ -99,6 +99,9 @@ def test_slurm_of_another_cluster_says_nothing(run: RunDirectory, say: Say, monk
     say("requeued", 0, reason="stopped: time-limit")
     assert state_of(run, {}) == "REQUEUED"
     assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING", "of a federation"
+    request_stop(run.attempt(0), reason="person", by="me")
+    assert state_of(run, {}) == "STOPPED", "whatever Slurm would say"
+    run.attempt(0).stop_file.unlink()
     for name in ("alpha", None):
         monkeypatch.setattr(status, "cluster_name", lambda name=name: name)
         assert state_of(run, {}) == "LOST"
