@@ -21,6 +21,7 @@ from cluster_ddp.words import moment
 
 _NEVER_BEGAN = "it should have started on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
+_BATCH_KILLED = ("RaisedSignal", "JobLaunchFailure")  # Slurm's reason once a batch process was killed; 22.05 the latter
 _LONGEST_OUTPUT = 4096  # bytes at the end of it that are read
 _LONGEST_QUOTE = 300
 
@@ -192,7 +193,7 @@ def _ended(
         return outcome.ending.state, outcome.why
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
-    killed = ": its keeper was killed" if job.reason.startswith("RaisedSignal") else ""
+    killed = ": its keeper was killed" if job.reason.startswith(_BATCH_KILLED) else ""
     return RunState.LOST, (
         f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}{killed}, and training left no record of its end "
         f"{see_output(record, job.job_id)}. To continue: cluster-ddp resume {history.run.path}"

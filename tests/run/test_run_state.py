@@ -288,9 +288,10 @@ def test_a_run_whose_keeper_was_killed_before_its_ranks_could_say_anything_is_lo
     """As where submitit's program is killed, whose job step Slurm kills at once."""
     begin(run, slurm_job_id="7")
     hide(run, 0)
-    found = describe(run, {"7": slurm_job("FAILED", "RaisedSignal:9(Killed)", run_id=run.id)})
-    assert found.state is RunState.LOST and "its keeper was killed, and training left no record" in str(found.reason)
-    assert f"To continue: cluster-ddp resume {run.path}" in str(found.reason)
+    for reason in ("RaisedSignal:9(Killed)", "JobLaunchFailure"):  # the latter in 22.05
+        found = describe(run, {"7": slurm_job("FAILED", reason, run_id=run.id)})
+        assert found.state is RunState.LOST and "its keeper was killed, and training left no" in str(found.reason)
+        assert f"To continue: cluster-ddp resume {run.path}" in str(found.reason)
 
 
 def test_a_run_that_a_person_stops_as_it_is_queued_again_is_stopped(run: RunDirectory, say: Say) -> None:
