@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,7 +29,7 @@ from cluster_ddp.run.jobs import may_belong
 from cluster_ddp.run.record import is_of_original, read_record
 from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.run.storage import FULL_ERRORS, PASSING_ERRORS
-from cluster_ddp.slurm.commands import SlurmError, query_jobs
+from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, query_jobs
 from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import ACTIVE, SlurmJob
 
@@ -42,6 +44,8 @@ PASSING_SECONDS = 45.0
 
 _POLL_SECONDS = 1.0
 _QUEUE_SECONDS = 20.0
+_NO_ANSWER_SECONDS = 600.0  # for which Slurm is asked again: a controller that fails over is away for minutes
+_ASK_AGAIN_SECONDS = 5.0
 _SLOW_SECONDS = 10.0  # after which storage counts as hanging
 
 
@@ -75,6 +79,7 @@ def begin(
         pid=pid,
         nodes=start.nodes or None,
         procs=procs,
+        cluster=start.cluster or None,
         job_alive=_job_is_active,
         another_runs=lambda job_id: _is_another_runs(run, job_id),
         given_up=given_up,
@@ -185,12 +190,21 @@ def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
 
 
 def _job_is_active(job_id: str) -> bool | None:
-    """Whether Slurm lets processes of a job run; None if it cannot be queried."""
-    try:
-        job = _job(job_id)
-    except SlurmError:
-        return None
-    return job is not None and job.state in ACTIVE
+    """Whether Slurm lets processes of a job run; None if it cannot be queried.
+
+    Without an answer nothing begins in this job, which may be the last one of its chain: so it is asked patiently.
+    """
+    until = time.monotonic() + _NO_ANSWER_SECONDS
+    while True:
+        try:
+            job = _job(job_id)
+        except SlurmError as error:
+            never = isinstance(error, SlurmRefused) or shutil.which("squeue") is None
+            if never or time.monotonic() > until:
+                return None
+            time.sleep(_ASK_AGAIN_SECONDS)
+        else:
+            return job is not None and job.state in ACTIVE
 
 
 def _is_another_runs(run: RunDirectory, job_id: str) -> bool:

@@ -31,6 +31,7 @@ def begin_attempt(
     pid: int,
     nodes: int | None,
     procs: int | None,
+    cluster: str | None = None,
     job_alive: Callable[[str], bool | None] | None = None,
     another_runs: Callable[[str], bool] | None = None,
     given_up: Callable[[], bool] = lambda: False,
@@ -46,9 +47,11 @@ def begin_attempt(
     pid
         The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of it),
         or the supervisor of a local start. When it ends, the attempt counts as ended.
+    cluster
+        What Slurm calls this cluster; None if unknown.
     job_alive
         Asks Slurm whether a different job is still alive; None if unknown. Called only when the previous attempt was
-        begun by a different job on a different machine and has left no sign of its end.
+        begun by a different job on a different machine of this cluster and has left no sign of its end.
     another_runs
         Asks Slurm whether a job belongs to a different run: then this directory is a copy of that one, and what is
         alive is not its own. Called only when the previous attempt may be alive.
@@ -83,7 +86,8 @@ def begin_attempt(
                     )
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 try:
-                    _refuse_alive(run, history, last, job_alive, another_runs)
+                    knows = None in (cluster, last.cluster) or cluster == last.cluster
+                    _refuse_alive(run, history, last, job_alive if knows else None, another_runs if knows else None)
                 except RunAlive:
                     _take_back_resume(history, last)
                     raise
@@ -94,7 +98,8 @@ def begin_attempt(
                 f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
                 "If it is not an attempt, remove it"
             )
-        record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
+        process = identify(pid, host)
+        record = AttemptRecord(number, time.time(), process, slurm_job_id, restart_count, nodes, procs, cluster=cluster)
         try:
             published = _publish(run, record, given_up)
         except OSError as error:

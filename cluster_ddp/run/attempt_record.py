@@ -35,6 +35,7 @@ class AttemptRecord:
     nodes: int | None = None
     procs: int | None = None
     ended: float | None = None
+    cluster: str | None = None  # what Slurm calls the cluster; None without Slurm, or if not known
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form, with the process's fields next to the others."""
@@ -49,7 +50,7 @@ def read_attempt(attempt: AttemptDirectory, *, strict: bool = False) -> AttemptR
     For `strict`, see `cluster_ddp.run.events.read_events`.
     """
     value = read_json_object(attempt.record_file, strict=strict) or {}
-    job_id = value.get("slurm_job_id")
+    job_id, cluster = value.get("slurm_job_id"), value.get("cluster")
     return AttemptRecord(
         number=attempt.number,
         begun=as_time(value.get("begun")) or _folder_time(attempt),
@@ -59,6 +60,7 @@ def read_attempt(attempt: AttemptDirectory, *, strict: bool = False) -> AttemptR
         nodes=as_size(value.get("nodes")),
         procs=as_size(value.get("procs")),
         ended=as_time(value.get("ended")),
+        cluster=cluster if isinstance(cluster, str) else None,
     )
 
 

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import re
+
 from cluster_ddp.run.causes import what_failed
-from cluster_ddp.run.events import WARNING
-from cluster_ddp.run.history import History
+from cluster_ddp.run.events import CHECKPOINT, WARNING
+from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
 from cluster_ddp.words import moment
 
 _MAX_WARNINGS = 10
+_FAILED_SAVE = re.compile(r"the save of step (\d+) failed")
 
 
 def warnings_of(history: History) -> tuple[str, ...]:
     """Return what training warned about since the last `resume`, each text once, the latest last."""
     warned = [event for event in history.events if event["event"] == WARNING]
     current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
-    messages = [str(event.get("message")) for event in current]
+    messages = [str(event.get("message")) for event in current if not _is_made_up_for(history, event)]
     if unfinished := unfinished_saves(history):
         messages.append(unfinished[-1].describe(seconds_of_a_save(history)))
     said = dict.fromkeys(reversed(messages))
     return (*_ran_on(history), *reversed(list(said)[:_MAX_WARNINGS]))
+
+
+def _is_made_up_for(history: History, warned: Event) -> bool:
+    """Whether a warning is about a save that failed, and another try in the same attempt did not."""
+    failed, number = _FAILED_SAVE.match(str(warned.get("message"))), as_whole(warned.get("attempt"))
+    if failed is None or number is None:
+        return False
+    return any(as_whole(event.get("step")) == int(failed[1]) for event in history.of_attempt(number, CHECKPOINT))
 
 
 def _ran_on(history: History) -> list[str]:

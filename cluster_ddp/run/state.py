@@ -21,6 +21,7 @@ from cluster_ddp.words import moment
 
 _NEVER_BEGAN = "it should have started on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
+_BATCH_KILLED = ("RaisedSignal", "JobLaunchFailure")  # Slurm's reason once a batch process was killed; 22.05 the latter
 _LONGEST_OUTPUT = 4096  # bytes at the end of it that are read
 _LONGEST_QUOTE = 300
 
@@ -111,8 +112,8 @@ def _never_began(
         return not_in_queue(history.run, record, answered=answered)
     if ids and answered:
         return RunState.LOST, (
-            f"Slurm no longer knows job {ids[-1]}, and no attempt has started. To continue: cluster-ddp resume "
-            f"{history.run.path}"
+            f"Slurm no longer knows job {ids[-1]} (another cluster's may), and no attempt has started. To continue: "
+            f"cluster-ddp resume {history.run.path}"
         )
     if ids:
         return RunState.PENDING, f"Slurm cannot be queried about job {ids[-1]} from here"
@@ -132,12 +133,12 @@ def _ended(
     if not cancelled and (delayed := why_delayed(history)):  # the keeper was killed while retrying
         return RunState.FAILED, f"requeue failed: {delayed}. To continue: cluster-ddp resume {history.run.path}"
     requeued = history.of_attempt(number, events.REQUEUED)
-    if requeued and not answered and history.attempts[-1].slurm_job_id:
+    came_to_nothing = requeued and not outcome.ending.final  # if no further attempt begins
+    if came_to_nothing and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
     if job is not None and cancelled and requeued and outcome.ending is not Ending.STOPPED_BY_PERSON:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled before it continued"
     last = history.attempts[-1]
-    came_to_nothing = requeued and not outcome.ending.final  # no further attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
         # Newer Slurm versions call a job PREEMPTED if it ever was, however its last start ended.
         storage = "The batch host may not have been able to use the run directory. "
@@ -161,29 +162,41 @@ def _ended(
         )
     # A keeper that is killed within KillWait of a scancel may have recorded only what came before, such as the warning.
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.ending is Ending.STOPPED)
-    if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
+    if job is None and answered and last.slurm_job_id and (outcome.ending is Ending.UNKNOWN or came_to_nothing):
+        ended, queued = "ended long ago", ""
+        if came_to_nothing:
+            ended, queued = "was cancelled, or ended before an attempt started", "its job was queued again; "
         forgotten = (
-            f"Slurm no longer knows its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted "
-            "without its saved state"
+            f"Slurm no longer knows its job {last.slurm_job_id}: it {ended}, or slurmctld was restarted without its "
+            "saved state"
         )
         if record is not None:
             original = original_of(history.run, record) or (record.id if record.id != history.run.id else None)
             if original is not None:
                 forgotten = f"this is a copy of {original}, and Slurm knows no job of the copy"
-        return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.path}"
+        return RunState.LOST, (
+            f"{outcome.why}; {queued}{forgotten}. To continue: cluster-ddp resume {history.run.path}"
+        )
     behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
-    if outcome.ending is Ending.STOPPED and answered and not requeued and behind:
+    goes_on = outcome.ending in (Ending.STOPPED, Ending.FAILED, Ending.HUNG)  # unless somebody kept it from that
+    if goes_on and answered and not requeued and behind:
         return outcome.ending.state, (
             f"{outcome.why}; Slurm job {behind[0]} of its chain was to continue it, and is no longer in the queue. To "
+            f"continue: cluster-ddp resume {history.run.path}"
+        )
+    if goes_on and last.slurm_job_id and not cancelled and not decided:
+        return outcome.ending.state, (
+            f"{outcome.why}; its keeper was killed, or its node failed, before it had the job queued again. To "
             f"continue: cluster-ddp resume {history.run.path}"
         )
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
+    killed = ": its keeper was killed" if job.reason.startswith(_BATCH_KILLED) else ""
     return RunState.LOST, (
-        f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}, and training left no record of its end "
-        f"{see_output(record, job.job_id)}"
+        f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}{killed}, and training left no record of its end "
+        f"{see_output(record, job.job_id)}. To continue: cluster-ddp resume {history.run.path}"
     )
 
 

@@ -20,6 +20,7 @@ from cluster_ddp.run.remarks import last_failure, warnings_of
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.state import state_of
+from cluster_ddp.slurm.control import cluster_name
 from cluster_ddp.slurm.states import SlurmJob
 
 # The only events, besides checkpoints, that say how far an attempt got; some are written by the node programs.
@@ -122,7 +123,8 @@ def summarize_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) 
 def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
     run, record, ids = known.run, known.record, known.slurm_job_ids
     job = current_job(known, history, slurm_jobs or {})
-    state, reason = state_of(history, record, job, answered=slurm_jobs is not None, ids=ids)
+    answered = slurm_jobs is not None and (job is not None or _is_of_this_cluster(history))
+    state, reason = state_of(history, record, job, answered=answered, ids=ids)
     if reason is None and state is RunState.RUNNING:
         kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)
         reason = str(kept[-1].get("reason")) if kept else None
@@ -139,6 +141,12 @@ def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJo
         directory=str(run.path),
         record=record,
     )
+
+
+def _is_of_this_cluster(history: History) -> bool:
+    """Whether Slurm here would know the job of the last attempt: several clusters may share a file system."""
+    last = history.current_attempt
+    return last is None or last.cluster is None or cluster_name() in (None, last.cluster)
 
 
 def _last_job_id(history: History, ids: list[str]) -> str | None:

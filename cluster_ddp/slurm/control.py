@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,6 +40,17 @@ def max_array_size() -> int:
     """Return the maximum number of tasks of a job array; Slurm's own default if it cannot be queried."""
     found = _configured("MaxArraySize", seconds=_SECONDS)
     return int(found) if found is not None else DEFAULT_MAX_ARRAY_SIZE
+
+
+@functools.cache
+def cluster_name() -> str | None:
+    """Return what Slurm calls this cluster; None if it cannot be queried."""
+    try:
+        config = call_once(["scontrol", "show", "config"], seconds=_SECONDS / 4)
+    except SlurmError:
+        return None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _configured(key: str, *, seconds: float) -> float | None:

@@ -19,6 +19,7 @@ class SlurmStart:
     node_list: str  # their names as Slurm writes them
     partition: str
     batch_host: str  # what Slurm calls the node that runs the batch script; empty if it does not say
+    cluster: str = ""  # what it calls the cluster; empty if it does not say
 
     @property
     def hosts(self) -> list[str]:
@@ -45,6 +46,7 @@ def this_start(environment: Mapping[str, str]) -> SlurmStart | None:
         node_list=environment.get("SLURM_JOB_NODELIST", ""),
         partition=environment.get("SLURM_JOB_PARTITION", ""),
         batch_host=environment.get("SLURMD_NODENAME", ""),
+        cluster=environment.get("SLURM_CLUSTER_NAME", ""),
     )
 
 

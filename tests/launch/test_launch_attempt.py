@@ -12,6 +12,7 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.launch import attempt
 from cluster_ddp.launch.attempt import begin as begin_start
 from cluster_ddp.launch.attempt import decide_after, patiently
 from cluster_ddp.launch.batch_host import BatchHost
@@ -140,6 +141,26 @@ def test_slurm_knows_whether_the_attempt_of_another_job_is_alive(
         assert begin(run) == 1
     else:
         with pytest.raises(RunAlive):
+            begin(run)
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_slurm_is_asked_again_while_its_controller_is_away(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """The next job of a chain ended for good: nobody could say whether the job before it, which was lost, was alive."""
+    begin_attempt(run, slurm_job_id="76", host="elsewhere", pid=1, nodes=1, procs=1)
+    record = run.attempt(0).record_file
+    record.write_text(record.read_text().replace('"boot_id": "', '"boot_id": "x'))
+    asked = tmp_path / "asked"
+    away = f"echo >>{asked}; [ $(wc -l <{asked}) -gt 3 ] || {{ echo 'squeue: error: Connection refused' >&2; exit 1; }}"
+    stand_in(tmp_path, monkeypatch, squeue=f"{away}\necho '76|76|NODE_FAIL||None|'")
+    monkeypatch.setattr(attempt, "_ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(attempt, "_NO_ANSWER_SECONDS", patience)
+    if patience:
+        assert begin(run) == 1
+    else:
+        with pytest.raises(RunAlive, match="may be alive"):
             begin(run)
 
 

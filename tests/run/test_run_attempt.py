@@ -168,6 +168,14 @@ def test_an_attempt_on_another_machine_is_asked_of_slurm(run: RunDirectory, answ
     assert asked == ["5"]
 
 
+def test_slurm_of_another_cluster_is_not_asked_about_an_attempt(run: RunDirectory) -> None:
+    begin(run, slurm_job_id="5", cluster="alpha")
+    make_remote(run, 0)
+    with pytest.raises(RunAlive, match="may be alive"):
+        begin(run, slurm_job_id="6", cluster="beta", job_alive=lambda job_id: False)
+    assert begin(run, slurm_job_id="6", cluster="alpha", job_alive=lambda job_id: False).number == 1
+
+
 def test_an_attempt_on_another_machine_that_signed_off_is_over(run: RunDirectory, say: Say) -> None:
     begin(run, nodes=2)
     make_remote(run, 0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from run_builders import begin, begin_dead, hide, job, slurm_job, state_of
 
+from cluster_ddp.run import status
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -81,7 +82,29 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
     assert state_of(run, {"7": slurm_job("RESV_DEL_HOLD", "Priority")}) == "REQUEUED"  # it was released
     assert state_of(run, None) == "REQUEUED"  # Slurm cannot be queried: the run's own word
     assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING"
-    assert state_of(run, {}) == "STOPPED"  # it was to come again and is gone
+    gone = describe(run, {})
+    assert gone.state is RunState.LOST, "it was to come again, and nobody has stopped it"
+    assert "preemption; its job was queued again; Slurm no longer knows its job 7: it was cancelled" in str(gone.reason)
+    assert f"To continue: cluster-ddp resume {run.path}" in str(gone.reason)
+
+
+def test_slurm_of_another_cluster_says_nothing(run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where clusters share their storage, a run was LOST on the other's login node, and resumed while it trained."""
+    begin(run, slurm_job_id="7", cluster="alpha")
+    hide(run, 0)
+    monkeypatch.setattr(status, "cluster_name", lambda: "beta")
+    found = describe(run, {})
+    assert found.state is RunState.RUNNING and "from here; this is its last known state" in str(found.reason)
+    say("stopped", 0, step=5, reason="time-limit")
+    say("requeued", 0, reason="stopped: time-limit")
+    assert state_of(run, {}) == "REQUEUED"
+    assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING", "of a federation"
+    request_stop(run.attempt(0), reason="person", by="me")
+    assert state_of(run, {}) == "STOPPED", "whatever Slurm would say"
+    run.attempt(0).stop_file.unlink()
+    for name in ("alpha", None):
+        monkeypatch.setattr(status, "cluster_name", lambda name=name: name)
+        assert state_of(run, {}) == "LOST"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +255,9 @@ def test_a_run_whose_keeper_was_killed_is_not_judged_for_ever(run: RunDirectory,
     say("rank-failed", 0, at=9_600, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
     say("node-finished", 0, at=9_600, node=0, outcome="failed")
     assert state_of(run, None) == "FAILED"
+    found = describe(run, {"7": slurm_job("FAILED", "RaisedSignal:9(Killed)", run_id=run.id)})
+    assert found.state is RunState.FAILED and "SIGKILL; its keeper was killed, or its node failed" in str(found.reason)
+    assert f"To continue: cluster-ddp resume {run.path}" in str(found.reason)
 
 
 @pytest.mark.parametrize("reason", ["terminated", "preemption", "time-limit"])
@@ -256,6 +282,16 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(
         assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
     end_attempt(attempt)
     assert state_of(run, {"7": slurm_job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
+
+
+def test_a_run_whose_keeper_was_killed_before_its_ranks_could_say_anything_is_lost(run: RunDirectory) -> None:
+    """As where submitit's program is killed, whose job step Slurm kills at once."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    for reason in ("RaisedSignal:9(Killed)", "JobLaunchFailure"):  # the latter in 22.05
+        found = describe(run, {"7": slurm_job("FAILED", reason, run_id=run.id)})
+        assert found.state is RunState.LOST and "its keeper was killed, and training left no" in str(found.reason)
+        assert f"To continue: cluster-ddp resume {run.path}" in str(found.reason)
 
 
 def test_a_run_that_a_person_stops_as_it_is_queued_again_is_stopped(run: RunDirectory, say: Say) -> None:

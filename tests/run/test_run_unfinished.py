@@ -52,6 +52,14 @@ def test_a_save_that_came_to_an_end_is_none(run: RunDirectory, say: Say, word: s
     assert seconds_between_saves(read_history(run)) is None
 
 
+def test_a_save_that_a_second_try_made_durable_is_not_said_to_have_failed(run: RunDirectory, say: Say) -> None:
+    begin(run)
+    for step in (4, 11):
+        say("warning", 0, step=None, message=f"the save of step {step} failed (manifest, rank 0: Broken pipe)")
+    say("checkpoint", 0, step=11)
+    assert [said.partition(" (")[0] for said in describe(run, {}).warnings] == ["the save of step 4 failed"]
+
+
 def test_a_save_that_may_still_be_finished_is_none(run: RunDirectory, say: Say) -> None:
     begin(run)
     say("started", 0, step=0)
