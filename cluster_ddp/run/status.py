@@ -146,7 +146,7 @@ def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJo
 def _is_of_this_cluster(history: History) -> bool:
     """Whether Slurm here would know the job of the last attempt: several clusters may share a file system."""
     last = history.current_attempt
-    return last is None or last.cluster is None or cluster_name() in (None, last.cluster)
+    return last is None or last.cluster is None or cluster_name() in (None, last.cluster.lower())
 
 
 def _last_job_id(history: History, ids: list[str]) -> str | None:

@@ -44,13 +44,13 @@ def max_array_size() -> int:
 
 @functools.cache
 def cluster_name() -> str | None:
-    """Return what Slurm calls this cluster; None if it cannot be queried."""
+    """Return what Slurm calls this cluster, in lower case, as it does not tell cases apart; None if not known."""
     try:
         config = call_once(["scontrol", "show", "config"], seconds=_SECONDS / 4)
     except SlurmError:
         return None
     found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
-    return found[1] if found else None
+    return found[1].lower() if found else None
 
 
 def _configured(key: str, *, seconds: float) -> float | None:
