@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +218,32 @@ class Drops(ZooTask):
 
 def test_lists_that_a_step_drops_and_lists_of_what_is_in_another_are_exact(tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path, Drops)) == "exact"
+
+
+class Replays(ZooTask):
+    """Has its memory in an object, and the state has it as one tensor, with at most `most` samples."""
+
+    def __init__(self, most: int, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.replay, self.most = SimpleNamespace(memory=[], scaler=torch.amp.GradScaler("cpu")), most
+        self.replay.scaler.scale(torch.ones(()))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.replay.memory.append(loss.detach().repeat(2))
+        return loss * torch.stack(self.replay.memory).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        memory = self.replay.memory[-self.most :]
+        return {"memory": torch.stack(memory) if memory else None, "scaler": self.replay.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.replay.memory = [] if state["memory"] is None else list(state["memory"])
+        self.replay.scaler.load_state_dict(state["scaler"])
+
+
+def test_a_memory_that_the_state_has_as_one_tensor_is_told_only_once_it_is_not_all_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(partial(Replays, 9), tmp_path / "all", capfd, steps=6) == []
+    assert told(partial(Replays, 3), tmp_path / "some", capfd, steps=6) == ["task.replay"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 from collections.abc import Container, Iterable
@@ -304,6 +305,11 @@ class Attributes(Snapshot):
         """The class of what was found under this name; of a function, its code."""
         return self._kinds.get(name)
 
+    def outermost_list(self, name: str) -> str | None:
+        """The name of the outermost list, deque or dict that a leaf belongs to."""
+        wholes = accumulate(name.partition(", ")[0].split("."), "{}.{}".format)
+        return next((whole for whole in wholes if self._kinds.get(whole) in (list, dict, collections.deque)), None)
+
     def is_frame(self, name: str) -> bool:
         """Whether it is a data frame, of which the state may have a dict of lists or whatever it can be made from."""
         return callable(getattr(self._kinds.get(name), "to_numpy", None))
@@ -332,7 +338,7 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
     """What the state may have for a value as it is."""
     if isinstance(value, enum.Enum):
         return value.name, value.value
-    is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
+    is_number = isinstance(value, Tensor) and not (value.is_nested or value.is_meta) and value.numel() == 1
     return (value, value.item()) if is_number else (value,)
 
 

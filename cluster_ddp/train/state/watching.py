@@ -98,6 +98,7 @@ class Watch:
         self._first_values: dict[str, Any] | None = None  # its numbers and strings then
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
+        self._names_at_first: set[str] | None = None  # of all that it had then
         self._handles: list[RemovableHandle] = []
         self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
@@ -222,6 +223,8 @@ class Watch:
             if may_load and changed:
                 made = self._made_by_loading(changed, was, now)
                 changed = [name for name in changed if name not in made]
+                # Loading may have left something in objects of libraries, such as a GradScaler's first scale.
+                self._looks = [(self._attributes(), saved)]
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
@@ -245,12 +248,20 @@ class Watch:
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
         self.put_back_values(other)
         places = {name: vars(other) if place is own else place for name, place in places.items()}
+        lists = {name: place for name in map(now.outermost_list, names) if name and (place := self._place(name))}
+        lists = {name: place for name, place in lists.items() if place is not own}  # loading replaces those itself
+        kept = {name: place[_last(name)] for name, place in lists.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
+            state = copied(self._states()["task"])
             try:
                 for name, place in places.items():
                     place[_last(name)] = was.leaves[name]
-                other.load_state_dict(copied(self._states()["task"]))
-                again, anew = of_task(other), tuple(f"{name}." for name in self._anew_in(other))
+                for name, place in lists.items():
+                    place[_last(name)] = copy.copy(kept[name])
+                    place[_last(name)].clear()
+                other.load_state_dict(state)
+                anew = tuple(f"{name}{end}" for name in (*self._anew_in(other), *lists) for end in ".,")
+                again = of_task(other)
                 of_model = {name: place[_last(name)] for name, place in places.items() if name.startswith("model.")}
                 again.leaves.update(of_model)
                 found = {name for name in names if name in again.leaves and (name in places or name.startswith(anew))}
@@ -258,6 +269,8 @@ class Watch:
             finally:
                 for name, place in places.items():
                     place[_last(name)] = now.leaves[name]
+                for name, place in lists.items():
+                    place[_last(name)] = kept[name]
         return made
 
     def _anew_in(self, other: Task) -> set[str]:
@@ -294,6 +307,7 @@ class Watch:
         It is a copy, so what its loading does not put back is as it is now.
         """
         found = of_task(other)
+        self._names_at_first = set(found.leaves)
         self._at_first = {
             name: leaf for name, leaf in found.leaves.items() if found.is_frame(name) or found.is_value(name)
         }
@@ -352,6 +366,8 @@ class Watch:
         if self.before_loading is not None:
             lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
+            if self._names_at_first is not None:  # an object that both tasks share may have lost and got them back
+                made |= again.leaves.keys() - self._names_at_first
             self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
             referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
             self._comes_back |= dict.fromkeys(referring, True)
