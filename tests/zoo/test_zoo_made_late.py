@@ -5,6 +5,7 @@ What a task makes late of what it already keeps is told.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from train_ranks import run_ranks
 from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
+
+from cluster_ddp.train import saving
 
 
 class Normalises(nn.Module):
@@ -247,3 +250,36 @@ def test_a_memory_that_the_state_has_as_one_tensor_is_told_only_once_it_is_not_a
 ) -> None:
     assert told(partial(Replays, 9), tmp_path / "all", capfd, steps=6) == []
     assert told(partial(Replays, 3), tmp_path / "some", capfd, steps=6) == ["task.replay"]
+
+
+class WarmsUp(ZooTask):
+    """Weighs its losses by the first ones, from the fifth step on, and looks what has been said when it is saved."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.first, self.weight, self.steps = 0.0, 1.0, 0
+        self.read = lambda: capfd.readouterr().err
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.steps < 6 or "training changes task.weight, which no checkpoint contains" in self.read()
+        loss = super().loss(model, batch)
+        self.steps += 1
+        if self.steps <= 4:
+            self.first += float(loss.detach())
+        if self.steps == 5:
+            self.weight = 4 / self.first
+        return loss * self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first, self.steps = state["first"], state["steps"]
+
+
+def test_what_changes_between_two_saves_is_told_at_the_second(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume after a kill at that moment repeats no step whose loss could tell."""
+    monkeypatch.setattr(saving, "_AT_SAVES", math.inf)
+    assert told(partial(WarmsUp, capfd), tmp_path, capfd, steps=7) == []
