@@ -35,7 +35,8 @@ from cluster_ddp.train.state.training import Collected, State
 
 _SHOWN = 5  # names listed in a warning
 _CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
-_AT_SAVES = 0.01  # the same before saves: of what has changed since the last look, a resume may repeat no step
+_AT_SAVES = 0.01  # the same before saves, where a look is worth more
+_SHORT = 0.1  # seconds that a look before a save may always take
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
 
@@ -226,15 +227,15 @@ class Saving:
     def look_at(self, moment: str, state: State) -> None:
         """Call after an evaluation and before a save: runs `warn_unsaved` at the first, otherwise occasionally.
 
-        The next step may use up what an evaluation leaves, or the last step of an epoch. Before a save it runs more
-        often: if training is killed right after it, a resume repeats no step whose loss could tell.
+        The next step may use up what an evaluation leaves, or the last step of an epoch. Before a save it runs almost
+        always: if training is killed right after it, a resume repeats no step whose loss could tell.
         """
         if self._steps_here < _CHECKED_AFTER:
             return
         is_repeated = moment in self._looked
         if is_repeated and moment != "a save":
             self.check_unsaved(state)
-        elif not is_repeated or state.communicates or self._has_time(_AT_SAVES):
+        elif not is_repeated or state.communicates or self._check_took < _SHORT or self._has_time(_AT_SAVES):
             self._looked.add(moment)
             self.warn_unsaved(state)
 

@@ -5,7 +5,6 @@ What a task makes late of what it already keeps is told.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,6 @@ from train_ranks import run_ranks
 from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
-
-from cluster_ddp.train import saving
 
 
 class Normalises(nn.Module):
@@ -278,8 +275,40 @@ class WarmsUp(ZooTask):
 
 
 def test_what_changes_between_two_saves_is_told_at_the_second(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A resume after a kill at that moment repeats no step whose loss could tell."""
-    monkeypatch.setattr(saving, "_AT_SAVES", math.inf)
     assert told(partial(WarmsUp, capfd), tmp_path, capfd, steps=7) == []
+
+
+class Switches(ZooTask):
+    """Has another criterion from the third step on, which loading makes again or not."""
+
+    def __init__(self, is_made_again: bool, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.criterion: nn.Module = nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.steps, self.is_made_again = 0, is_made_again
+
+    def switch(self) -> None:
+        if self.steps > 2:
+            self.criterion = nn.MSELoss()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        self.switch()
+        return super().loss(model, batch) + self.criterion(torch.ones(2), torch.zeros(2))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        if self.is_made_again:
+            self.switch()
+
+
+def test_an_object_of_another_class_is_told_unless_loading_makes_it_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(partial(Switches, True), tmp_path / "again", capfd, steps=4) == []
+    assert told(partial(Switches, False), tmp_path / "late", capfd, steps=4) == ["task.criterion"]

@@ -321,6 +321,12 @@ class Attributes(Snapshot):
             return equal_bits(leaf, loaded)
         return is_same(leaf, loaded)
 
+    def are_alike(self, name: str, again: Attributes) -> bool:
+        """Whether the same comes back under a name, or nothing if there is nothing."""
+        if name in self.leaves and name in again.leaves:
+            return self.has_alike(name, again)
+        return name not in {*self.leaves, *again.leaves} and self.kind(name) == again.kind(name)
+
     def aliases_lost(self, now: Attributes) -> set[str]:
         """Second names that refer to something else in a later snapshot."""
         return self._aliases.keys() - self.same_aliases(now)

@@ -248,8 +248,8 @@ class Watch:
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
         self.put_back_values(other)
         places = {name: vars(other) if place is own else place for name, place in places.items()}
-        lists = {name: place for name in map(now.outermost_list, names) if name and (place := self._place(name))}
-        lists = {name: place for name, place in lists.items() if place is not own}  # loading replaces those itself
+        found = {name for name in map(now.outermost_list, names) if name is not None and name.startswith("task.")}
+        lists = {name: place for name in found if (place := self._place(name)) is not None and place is not own}
         kept = {name: place[_last(name)] for name, place in lists.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
             state = copied(self._states()["task"])
@@ -260,12 +260,12 @@ class Watch:
                     place[_last(name)] = copy.copy(kept[name])
                     place[_last(name)].clear()
                 other.load_state_dict(state)
-                anew = tuple(f"{name}{end}" for name in (*self._anew_in(other), *lists) for end in ".,")
+                anew = (*self._anew_in(other), *lists)
                 again = of_task(other)
                 of_model = {name: place[_last(name)] for name, place in places.items() if name.startswith("model.")}
                 again.leaves.update(of_model)
-                found = {name for name in names if name in again.leaves and (name in places or name.startswith(anew))}
-                made = {name for name in found if now.has_alike(name, again)}
+                found = {name for name in names if name in places or is_within(name, anew)}
+                made = {name for name in found if now.are_alike(name, again)}
             finally:
                 for name, place in places.items():
                     place[_last(name)] = now.leaves[name]
@@ -274,9 +274,9 @@ class Watch:
         return made
 
     def _anew_in(self, other: Task) -> set[str]:
-        """The attributes that another task does not share with this one."""
+        """The attributes that another task has, too, but does not share with this one."""
         mine, theirs = vars(self._task), vars(other)
-        return {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
+        return {f"task.{key}" for key in mine.keys() & theirs.keys() if theirs[key] is not mine[key]}
 
     def _place(self, name: str) -> dict[str, Any] | None:
         """The attributes, of the task, the model or an object in them, in which a number or string was found."""
