@@ -5,6 +5,8 @@ What a task makes late of what it already keeps is told.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ from train_ranks import run_ranks
 from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
+
+from cluster_ddp.train import saving
 
 
 class Normalises(nn.Module):
@@ -242,10 +246,32 @@ class Replays(ZooTask):
         self.replay.scaler.load_state_dict(state["scaler"])
 
 
+class ReplaysInModel(ZooTask):
+    """Has its memory in its model, by the step."""
+
+    def model(self) -> Any:
+        self.net: Any = super().model()
+        self.net.memory = defaultdict(list)
+        return self.net
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.net.memory[len(self.net.memory)].append(loss.detach().repeat(2))
+        return loss * torch.stack(sum(self.net.memory.values(), [])).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": torch.stack([*map(torch.stack, self.net.memory.values())]) if self.net.memory else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.memory.clear()
+        self.net.memory.update({} if state["memory"] is None else {n: list(t) for n, t in enumerate(state["memory"])})
+
+
 def test_a_memory_that_the_state_has_as_one_tensor_is_told_only_once_it_is_not_all_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(partial(Replays, 9), tmp_path / "all", capfd, steps=6) == []
+    assert told(ReplaysInModel, tmp_path / "in model", capfd, steps=6) == []
     assert told(partial(Replays, 3), tmp_path / "some", capfd, steps=6) == ["task.replay"]
 
 
@@ -275,9 +301,10 @@ class WarmsUp(ZooTask):
 
 
 def test_what_changes_between_two_saves_is_told_at_the_second(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume after a kill at that moment repeats no step whose loss could tell."""
+    monkeypatch.setattr(saving, "_SHORT", math.inf)
     assert told(partial(WarmsUp, capfd), tmp_path, capfd, steps=7) == []
 
 

@@ -17,6 +17,7 @@ from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
 _NOTHING = object()
+_LISTS = (list, dict, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
 # Numbers with which NumPy computes in another precision than with those of Python.
 _OTHER_FLOATS = (np.float16, np.float32, np.longdouble)
 
@@ -306,9 +307,9 @@ class Attributes(Snapshot):
         return self._kinds.get(name)
 
     def outermost_list(self, name: str) -> str | None:
-        """The name of the outermost list, deque or dict that a leaf belongs to."""
+        """The name of the outermost list, dict or the like that a leaf belongs to."""
         wholes = accumulate(name.partition(", ")[0].split("."), "{}.{}".format)
-        return next((whole for whole in wholes if self._kinds.get(whole) in (list, dict, collections.deque)), None)
+        return next((whole for whole in wholes if self._kinds.get(whole) in _LISTS), None)
 
     def is_frame(self, name: str) -> bool:
         """Whether it is a data frame, of which the state may have a dict of lists or whatever it can be made from."""

@@ -248,7 +248,7 @@ class Watch:
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
         self.put_back_values(other)
         places = {name: vars(other) if place is own else place for name, place in places.items()}
-        found = {name for name in map(now.outermost_list, names) if name is not None and name.startswith("task.")}
+        found = {name for name in map(now.outermost_list, names) if name and name.startswith(("task.", "model."))}
         lists = {name: place for name in found if (place := self._place(name)) is not None and place is not own}
         kept = {name: place[_last(name)] for name, place in lists.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
@@ -262,8 +262,9 @@ class Watch:
                 other.load_state_dict(state)
                 anew = (*self._anew_in(other), *lists)
                 again = of_task(other)
-                of_model = {name: place[_last(name)] for name, place in places.items() if name.startswith("model.")}
-                again.leaves.update(of_model)
+                of_model = [*places.items(), *lists.items()]
+                of_model = [(name, place[_last(name)]) for name, place in of_model if name.startswith("model.")]
+                again.add(Attributes(dict(of_model)))
                 found = {name for name in names if name in places or is_within(name, anew)}
                 made = {name for name in found if now.are_alike(name, again)}
             finally:
@@ -368,7 +369,8 @@ class Watch:
             made = again.leaves.keys() - self.before_loading.leaves.keys()
             if self._names_at_first is not None:  # an object that both tasks share may have lost and got them back
                 made |= again.leaves.keys() - self._names_at_first
-            self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
+            made &= {name for name in self._changes[0] if name.startswith(("task.", "model."))}
+            self._made_again = {name for name in made if now.has_alike(name, again)}
             referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
             self._comes_back |= dict.fromkeys(referring, True)
         self._comes_back |= dict.fromkeys(anew & now.lists_alike(again), True)
