@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,7 +258,7 @@ class ReplaysInModel(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().loss(model, batch)
         self.net.memory[len(self.net.memory)].append(loss.detach().repeat(2))
-        return loss * torch.stack(sum(self.net.memory.values(), [])).mean()
+        return loss * torch.stack([*chain(*self.net.memory.values())]).mean()
 
     def state_dict(self) -> dict[str, Any]:
         return {"memory": torch.stack([*map(torch.stack, self.net.memory.values())]) if self.net.memory else None}
