@@ -310,21 +310,21 @@ def test_what_changes_between_two_saves_is_told_at_the_second(
 
 
 class Switches(ZooTask):
-    """Has another criterion from the third step on, which loading makes again or not."""
+    """Has another criterion and schedule from the third step on, which loading makes again or not."""
 
     def __init__(self, is_made_again: bool, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
         self.criterion: nn.Module = nn.CrossEntropyLoss(label_smoothing=0.1)
-        self.steps, self.is_made_again = 0, is_made_again
+        self.steps, self.is_made_again, self.schedule = 0, is_made_again, SimpleNamespace(rates=torch.ones(3))
 
     def switch(self) -> None:
         if self.steps > 2:
-            self.criterion = nn.MSELoss()
+            self.criterion, self.schedule.rates = nn.MSELoss(), torch.zeros(2)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.steps += 1
         self.switch()
-        return super().loss(model, batch) + self.criterion(torch.ones(2), torch.zeros(2))
+        return super().loss(model, batch) + self.criterion(torch.ones(2), torch.zeros(2)) * self.schedule.rates.sum()
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
@@ -339,4 +339,4 @@ def test_an_object_of_another_class_is_told_unless_loading_makes_it_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(partial(Switches, True), tmp_path / "again", capfd, steps=4) == []
-    assert told(partial(Switches, False), tmp_path / "late", capfd, steps=4) == ["task.criterion"]
+    assert told(partial(Switches, False), tmp_path / "late", capfd, steps=4) == ["task.criterion", "task.schedule"]

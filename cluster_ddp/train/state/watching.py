@@ -243,7 +243,10 @@ class Watch:
         """
         if not isinstance(self._task, Task):
             return set()
-        values = [name for name in names if is_value(now.leaves.get(name)) and name in was.leaves]
+        both = ((name, was.leaves[name], now.leaves[name]) for name in names if name in was.leaves.keys() & now.leaves)
+        values = [
+            name for name, then, leaf in both if is_value(leaf) or (isinstance(leaf, Tensor) and leaf is not then)
+        ]
         places = {name: place for name in values if (place := self._place(name)) is not None}
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
         self.put_back_values(other)
