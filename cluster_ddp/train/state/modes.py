@@ -41,8 +41,8 @@ class Modes:
 
     def changed(self) -> dict[str, bool]:
         """What is set otherwise than at first, and all of what the task did not have then."""
-        now = _flags_of(self._modules).items()
-        return {name: flag for name, flag in now if flag != self._first.get(name, flag)} | _flags_of(self._late())
+        now = _flags_of(self._modules) | _flags_of(self._late())
+        return {name: flag for name, flag in now.items() if flag != self._first.get(name)}
 
     def restore(self, changed: Mapping[str, bool]) -> None:
         """Set what `changed` returned, and the rest as at first: a step before the restore may have changed it."""
@@ -50,7 +50,7 @@ class Modes:
 
     def restore_late(self, changed: Mapping[str, bool]) -> None:
         """Call when the task has loaded its state, which may have made modules, in training mode or not."""
-        _set(self._late(), changed)
+        _set(self._late(), self._first | dict(changed))
 
     def _find(self) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {}
