@@ -167,7 +167,6 @@ class Saving:
         self._is_best_due = False
         if self._checkpointer is None or (self.has_saved(step) and not again):
             return
-        self.look_at("a save", state)
         tensors, scalars = collected = state.collect()
         refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
         self._check(state, step, collected)
