@@ -20,13 +20,14 @@ from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.distributed import World, broadcast_object
+from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
 from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.stateful import copied
+from cluster_ddp.train.state.modes import Modes
+from cluster_ddp.train.state.stateful import are_alike, copied
 from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.task import Task
@@ -203,7 +204,8 @@ def mark_of(state: State) -> object:
     tensors, scalars = state.collect()
     for name in state.from_rank_0():  # frozen weights would not be put back
         tensors.pop(name, None)
-    return contents(tensors.items()), json.dumps([scalars["task"], scalars["extra_state"]], sort_keys=True)
+    of_task = [scalars[key] for key in ("task", "extra_state", "modes_of_task")]
+    return contents(tensors.items()), json.dumps(of_task, sort_keys=True)
 
 
 class BeforeEvaluation:
@@ -218,8 +220,10 @@ class BeforeEvaluation:
         Their copies take up the memory of the gradients, of which there are none at that point.
     """
 
-    def __init__(self, model: nn.Module, evaluated: nn.Module, buffers: Buffers, task: Task) -> None:
-        self._buffers, self._task = buffers, task
+    def __init__(
+        self, model: nn.Module, evaluated: nn.Module, buffers: Buffers, task: Task, modes: Modes | None
+    ) -> None:
+        self._buffers, self._task, self._modes = buffers, task, modes
         buffers.keep()
         self._weights = [weight.detach() for weight in evaluated.parameters() if weight.requires_grad]
         self._kept = [weight.clone() for weight in self._weights]
@@ -229,6 +233,7 @@ class BeforeEvaluation:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
         self._task_state = copied(task.state_dict())
+        self._modes_of_task = {} if modes is None else modes.changed()
 
     def put_back(self) -> None:
         """Restore weights, buffers, modules and task."""
@@ -236,5 +241,10 @@ class BeforeEvaluation:
         self._buffers.put_back(True)
         for module, state in self._extra_state:
             module.set_extra_state(state)
-        if self._task_state:
+        # If the task's state is the same, loading it could only leave other things otherwise.
+        is_same = are_alike(self._task_state, self._task.state_dict())
+        if self._task_state and not all(all_gather_object(is_same)):
             self._task.load_state_dict(self._task_state)
+        if self._modes is not None:
+            self._modes.restore(self._modes_of_task)
+            self._modes.restore_late(self._modes_of_task)

@@ -35,6 +35,8 @@ from cluster_ddp.train.state.training import Collected, State
 
 _SHOWN = 5  # names listed in a warning
 _CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
+_AT_SAVES = 0.01  # the same before saves, where a look is worth more
+_SHORT = 0.1  # seconds that a look before a save may always take
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
 
@@ -55,7 +57,8 @@ class Saving:
         self._steps_here = 0
         self._rank = world.rank
         self._warned: set[str] = set()
-        self._next_check = math.inf  # in `time.monotonic` time, once there is something to compare with
+        # The last run of `warn_unsaved`: when it was, and how long it took; at first there is nothing to compare with.
+        self._checked_at, self._check_took = time.monotonic(), math.inf
         self._looked: set[str] = set()  # moments at which `warn_unsaved` has run
         self._logged: set[str] = set()  # metrics logged by a custom loop, which may log anything
         self._is_best_due = False
@@ -164,7 +167,6 @@ class Saving:
         self._is_best_due = False
         if self._checkpointer is None or (self.has_saved(step) and not again):
             return
-        self.look_at("a save", state)
         tensors, scalars = collected = state.collect()
         refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
         self._check(state, step, collected)
@@ -215,17 +217,24 @@ class Saving:
 
     def check_unsaved(self, state: State) -> None:
         """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
-        if time.monotonic() >= self._next_check and not state.communicates:  # the ranks' clocks differ
+        if self._has_time(_CHECKING) and not state.communicates:  # the ranks' clocks differ
             self.warn_unsaved(state)
+
+    def _has_time(self, share: float) -> bool:
+        return time.monotonic() - self._checked_at >= self._check_took / share
 
     def look_at(self, moment: str, state: State) -> None:
         """Call after an evaluation and before a save: runs `warn_unsaved` at the first, otherwise occasionally.
 
-        The next step may use up what an evaluation leaves, or the last step of an epoch.
+        The next step may use up what an evaluation leaves, or the last step of an epoch. Before a save it runs almost
+        always: if training is killed right after it, a resume repeats no step whose loss could tell.
         """
-        if self._steps_here < _CHECKED_AFTER or moment in self._looked:
+        if self._steps_here < _CHECKED_AFTER:
+            return
+        is_repeated = moment in self._looked
+        if is_repeated and moment != "a save":
             self.check_unsaved(state)
-        else:
+        elif not is_repeated or state.communicates or self._check_took < _SHORT or self._has_time(_AT_SAVES):
             self._looked.add(moment)
             self.warn_unsaved(state)
 
@@ -241,12 +250,12 @@ class Saving:
                 if alone is None or not alone.has_tried:
                     raise
         if alone is not None and alone.has_tried:  # all ranks see in the next save that state_dict() communicates now
-            self._next_check = math.inf
+            self._check_took = math.inf
             return
         if self._steps_here >= _CHECKED_AFTER:
             self.made_from.end()
         self._warn_of_samples()
-        self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
+        self._checked_at, self._check_took = time.monotonic(), time.thread_time() - begun
         others = {name: state.other_names(name) for name in names if name not in self._warned}
         names = [name for name, more in others.items() if not self.made_from.has_told(name, more)]
         if names := [name for name in names if not self.made_from.is_only_of_samples(name, others[name])]:

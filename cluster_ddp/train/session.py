@@ -309,6 +309,9 @@ class Session:
         before = self.beat.phase
         self.beat.enter(Phase.SAVING)
         self.repeated.save(self.step)
+        # The last step has been looked at: since then, programs remove hooks and the like.
+        if self.step < self._total_steps and not self.saving.has_saved(self.step):
+            self.saving.look_at("a save", self._state)
         self.saving.save(
             self._state,
             step=self.step,

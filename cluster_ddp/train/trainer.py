@@ -342,7 +342,7 @@ class Trainer:
         self.session.beat.enter(Phase.EVALUATING)
         self.buffers.send()  # each rank has its own BatchNorm statistics
         model = self.model if self.ema is None else self.ema.model()
-        before = BeforeEvaluation(self.model, model, self.buffers, self.task)
+        before = BeforeEvaluation(self.model, model, self.buffers, self.task, self.state.modes)
         mark = mark_of(self.state) if self.step == self.session.repeated.resumed else None
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
             values = self.evaluation.run(model, self.session.goes_on())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -104,6 +105,44 @@ class OfItsMetric(Stopping):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
+
+
+class OfATeacher(Stopping):
+    """Learns from a copy of the model that it has only later, and that its loading makes in training mode.
+
+    The dropout of another network is on until an evaluation turns it off.
+    """
+
+    def __init__(self, stop: StopAt | None = None) -> None:
+        super().__init__(stop)
+        self.steps = 0
+        self.teacher: nn.Module | None = None
+        self.other = nn.Dropout(0.5)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        if self.steps == 4:
+            self.teacher = copy.deepcopy(model).eval()
+        loss = super().loss(model, batch)
+        loss = loss + self.other(batch[0]).mean() * model(batch[0]).mean()
+        return loss if self.teacher is None else loss + (self.teacher(batch[0]) ** 2).mean()
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if self.steps == 6:
+            self.other.eval()
+        return super().evaluate(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "teacher": None if self.teacher is None else self.teacher.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        if state["teacher"] is not None:
+            self.teacher = self.model()
+            self.teacher.load_state_dict(state["teacher"])
 
 
 class Draws(nn.Module):
@@ -233,8 +272,8 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "ema"), [(OfCalls, None), (OfItsMetric, None), (OfDraws, None), (OfModes, None), (OfWeights, None),
-                      (OfWeights, 0.9), (OfMerged, None), (OfMerged, 0.9)]
+    ("make", "ema"), [(OfCalls, None), (OfItsMetric, None), (OfATeacher, None), (OfDraws, None), (OfModes, None),
+                      (OfWeights, None), (OfWeights, 0.9), (OfMerged, None), (OfMerged, 0.9)]
 )  # fmt: skip
 def test_an_evaluation_that_was_cut_short_leaves_no_trace(
     make: type[Stopping], ema: float | None, tmp_path: Path

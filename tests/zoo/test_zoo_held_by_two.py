@@ -253,3 +253,17 @@ def test_modes_that_a_step_before_the_restore_has_changed_are_put_back() -> None
     task.teacher.eval().requires_grad_(False)
     modes.restore({"task.teacher, bias": False})
     assert task.teacher.training and task.teacher.weight.requires_grad and not task.teacher.bias.requires_grad
+
+
+def test_the_modes_of_a_network_that_a_task_has_only_later_come_back() -> None:
+    task = Holder()
+    modes = Modes(task, ())
+    task.teacher = nn.Linear(2, 2).eval()
+    task.teacher.weight.requires_grad_(False)
+    changed = modes.changed()
+    other = Holder()
+    again = Modes(other, ())
+    again.restore(changed)
+    other.teacher = nn.Linear(2, 2)  # as load_state_dict() makes it
+    again.restore_late(changed)
+    assert not other.teacher.training and not other.teacher.weight.requires_grad and other.teacher.bias.requires_grad

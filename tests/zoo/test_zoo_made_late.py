@@ -5,9 +5,13 @@ What a task makes late of what it already keeps is told.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,8 @@ from train_ranks import run_ranks
 from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
+
+from cluster_ddp.train import saving
 
 
 class Normalises(nn.Module):
@@ -217,3 +223,120 @@ class Drops(ZooTask):
 
 def test_lists_that_a_step_drops_and_lists_of_what_is_in_another_are_exact(tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path, Drops)) == "exact"
+
+
+class Replays(ZooTask):
+    """Has its memory in an object, and the state has it as one tensor, with at most `most` samples."""
+
+    def __init__(self, most: int, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.replay, self.most = SimpleNamespace(memory=[], scaler=torch.amp.GradScaler("cpu")), most
+        self.replay.scaler.scale(torch.ones(()))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.replay.memory.append(loss.detach().repeat(2))
+        return loss * torch.stack(self.replay.memory).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        memory = self.replay.memory[-self.most :]
+        return {"memory": torch.stack(memory) if memory else None, "scaler": self.replay.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.replay.memory = [] if state["memory"] is None else list(state["memory"])
+        self.replay.scaler.load_state_dict(state["scaler"])
+
+
+class ReplaysInModel(ZooTask):
+    """Has its memory in its model, by the step."""
+
+    def model(self) -> Any:
+        self.net: Any = super().model()
+        self.net.memory = defaultdict(list)
+        return self.net
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.net.memory[len(self.net.memory)].append(loss.detach().repeat(2))
+        return loss * torch.stack([*chain(*self.net.memory.values())]).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": torch.stack([*map(torch.stack, self.net.memory.values())]) if self.net.memory else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.memory.clear()
+        self.net.memory.update({} if state["memory"] is None else {n: list(t) for n, t in enumerate(state["memory"])})
+
+
+def test_a_memory_that_the_state_has_as_one_tensor_is_told_only_once_it_is_not_all_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(partial(Replays, 9), tmp_path / "all", capfd, steps=6) == []
+    assert told(ReplaysInModel, tmp_path / "in model", capfd, steps=6) == []
+    assert told(partial(Replays, 3), tmp_path / "some", capfd, steps=6) == ["task.replay"]
+
+
+class WarmsUp(ZooTask):
+    """Weighs its losses by the first ones, from the fifth step on, and looks what has been said when it is saved."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.first, self.weight, self.steps = 0.0, 1.0, 0
+        self.read = lambda: capfd.readouterr().err
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.steps < 6 or "training changes task.weight, which no checkpoint contains" in self.read()
+        loss = super().loss(model, batch)
+        self.steps += 1
+        if self.steps <= 4:
+            self.first += float(loss.detach())
+        if self.steps == 5:
+            self.weight = 4 / self.first
+        return loss * self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first, self.steps = state["first"], state["steps"]
+
+
+def test_what_changes_between_two_saves_is_told_at_the_second(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume after a kill at that moment repeats no step whose loss could tell."""
+    monkeypatch.setattr(saving, "_SHORT", math.inf)
+    assert told(partial(WarmsUp, capfd), tmp_path, capfd, steps=7) == []
+
+
+class Switches(ZooTask):
+    """Has another criterion and schedule from the third step on, which loading makes again or not."""
+
+    def __init__(self, is_made_again: bool, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.criterion: nn.Module = nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.steps, self.is_made_again, self.schedule = 0, is_made_again, SimpleNamespace(rates=torch.ones(3))
+
+    def switch(self) -> None:
+        if self.steps > 2:
+            self.criterion, self.schedule.rates = nn.MSELoss(), torch.zeros(2)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        self.switch()
+        return super().loss(model, batch) + self.criterion(torch.ones(2), torch.zeros(2)) * self.schedule.rates.sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        if self.is_made_again:
+            self.switch()
+
+
+def test_an_object_of_another_class_is_told_unless_loading_makes_it_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(partial(Switches, True), tmp_path / "again", capfd, steps=4) == []
+    assert told(partial(Switches, False), tmp_path / "late", capfd, steps=4) == ["task.criterion", "task.schedule"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 from collections.abc import Container, Iterable
@@ -16,6 +17,7 @@ from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
 _NOTHING = object()
+_LISTS = (list, dict, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
 # Numbers with which NumPy computes in another precision than with those of Python.
 _OTHER_FLOATS = (np.float16, np.float32, np.longdouble)
 
@@ -304,6 +306,11 @@ class Attributes(Snapshot):
         """The class of what was found under this name; of a function, its code."""
         return self._kinds.get(name)
 
+    def outermost_list(self, name: str) -> str | None:
+        """The name of the outermost list, dict or the like that a leaf belongs to."""
+        wholes = accumulate(name.partition(", ")[0].split("."), "{}.{}".format)
+        return next((whole for whole in wholes if self._kinds.get(whole) in _LISTS), None)
+
     def is_frame(self, name: str) -> bool:
         """Whether it is a data frame, of which the state may have a dict of lists or whatever it can be made from."""
         return callable(getattr(self._kinds.get(name), "to_numpy", None))
@@ -314,6 +321,12 @@ class Attributes(Snapshot):
         if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
             return equal_bits(leaf, loaded)
         return is_same(leaf, loaded)
+
+    def are_alike(self, name: str, again: Attributes) -> bool:
+        """Whether the same comes back under a name, or nothing if there is nothing."""
+        if name in self.leaves and name in again.leaves:
+            return self.has_alike(name, again)
+        return name not in {*self.leaves, *again.leaves} and self.kind(name) == again.kind(name)
 
     def aliases_lost(self, now: Attributes) -> set[str]:
         """Second names that refer to something else in a later snapshot."""
@@ -332,7 +345,7 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
     """What the state may have for a value as it is."""
     if isinstance(value, enum.Enum):
         return value.name, value.value
-    is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
+    is_number = isinstance(value, Tensor) and not (value.is_nested or value.is_meta) and value.numel() == 1
     return (value, value.item()) if is_number else (value,)
 
 

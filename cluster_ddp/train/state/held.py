@@ -38,6 +38,7 @@ _RECOMPUTED = {
     "omegaconf": {"_flags_cache"},
     "transformers": {"problem_type"},
     "sentence_transformers": {"model_card_data"},
+    "queue": {"unfinished_tasks"},  # read by join() only
 }  # fmt: skip
 # Not state: flags for torch's warnings and checks, what a step is told about its own gradients, and the number of
 # elements of LBFGS's parameters.

@@ -96,8 +96,13 @@ def kind_of(value: Any) -> Any:
 
 
 def is_replaced(was: Any, now: Any) -> bool:
-    """Whether a value was replaced. If it appeared or disappeared, its leaves show that, unless it is a function."""
-    return was != now and (None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType)))
+    """Whether a value was replaced. If it appeared or disappeared, its leaves show that, unless it is a function.
+
+    A tuple comes back from the state as a list.
+    """
+    if was == now or {was, now} == {list, tuple}:
+        return False
+    return None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType))
 
 
 def is_of_library(value: Any) -> bool:

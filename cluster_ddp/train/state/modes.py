@@ -23,43 +23,63 @@ _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 class Modes:
     """Remembers how a task's own modules, such as a teacher, were set at first, and restores what training changes.
 
+    Of modules that the task has only later, such as a copy of the model after a few epochs, it restores everything.
+
     Parameters
     ----------
     task
-        Its modules are those that it and the variables around it hold now, in attributes, lists, dicts and objects of
-        the user's.
+        Its modules are those that it and the variables around it hold, in attributes, lists, dicts and objects of the
+        user's.
     known
         Ids of modules whose modes are saved elsewhere.
     """
 
     def __init__(self, task: object, known: Collection[int]) -> None:
-        self._modules: dict[str, nn.Module] = {}
-        seen = {id(task)}
-        around = (_modules_in(*variable, _DEPTH, seen) for variable in variables_around([task]).items())
-        for name, whole in itertools.chain(_modules_in("task", task, _DEPTH, seen), *around):
-            inner = {f"{name}.{path}".rstrip("."): module for path, module in whole.named_modules()}
-            self._modules |= {path: module for path, module in inner.items() if id(module) not in known}
-        self._first = self._now()
+        self._task, self._known = task, known
+        self._modules = self._find()
+        self._first = _flags_of(self._modules)
 
     def changed(self) -> dict[str, bool]:
-        """What is set otherwise than at first."""
-        return {name: flag for name, flag in self._now().items() if flag != self._first.get(name, flag)}
+        """What is set otherwise than at first, and all of what the task did not have then."""
+        now = _flags_of(self._modules) | _flags_of(self._late())
+        return {name: flag for name, flag in now.items() if flag != self._first.get(name)}
 
     def restore(self, changed: Mapping[str, bool]) -> None:
         """Set what `changed` returned, and the rest as at first: a step before the restore may have changed it."""
-        flags = self._first | dict(changed)
-        for name, module in self._modules.items():
-            module.training = flags.get(name, module.training)
-            for key, parameter in module._parameters.items():
-                if parameter is not None and (flag := flags.get(f"{name}, {key}")) is not None:
-                    parameter.requires_grad_(flag)
+        _set(self._modules, self._first | dict(changed))
 
-    def _now(self) -> dict[str, bool]:
-        flags = {name: module.training for name, module in self._modules.items()}
-        for name, module in self._modules.items():
-            held = module._parameters.items()
-            flags |= {f"{name}, {key}": weight.requires_grad for key, weight in held if weight is not None}
-        return flags
+    def restore_late(self, changed: Mapping[str, bool]) -> None:
+        """Call when the task has loaded its state, which may have made modules, in training mode or not."""
+        _set(self._late(), self._first | dict(changed))
+
+    def _find(self) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {}
+        seen = {id(self._task)}
+        around = (_modules_in(*variable, _DEPTH, seen) for variable in variables_around([self._task]).items())
+        for name, whole in itertools.chain(_modules_in("task", self._task, _DEPTH, seen), *around):
+            inner = {f"{name}.{path}".rstrip("."): module for path, module in whole.named_modules()}
+            found |= {path: module for path, module in inner.items() if id(module) not in self._known}
+        return found
+
+    def _late(self) -> dict[str, nn.Module]:
+        first = set(map(id, self._modules.values()))
+        return {name: module for name, module in self._find().items() if id(module) not in first}
+
+
+def _flags_of(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
+    flags = {name: module.training for name, module in modules.items()}
+    for name, module in modules.items():
+        held = module._parameters.items()
+        flags |= {f"{name}, {key}": weight.requires_grad for key, weight in held if weight is not None}
+    return flags
+
+
+def _set(modules: Mapping[str, nn.Module], flags: Mapping[str, bool]) -> None:
+    for name, module in modules.items():
+        module.training = flags.get(name, module.training)
+        for key, parameter in module._parameters.items():
+            if parameter is not None and (flag := flags.get(f"{name}, {key}")) is not None:
+                parameter.requires_grad_(flag)
 
 
 def _modules_in(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

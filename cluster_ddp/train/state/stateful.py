@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.randomness import parts_of
+from cluster_ddp.train.state.comparing import equal_bits
 from cluster_ddp.train.state.packing import Packer, comparable
 
 
@@ -59,6 +60,14 @@ def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
             f"state_dict() returned before the first step: {', '.join(lost)}\n"
             "    let it replace what is there, not add to it: self.seen = state['seen'], or clear() before update()"
         )
+
+
+def are_alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states of a task hold the same, bit by bit."""
+    tensors, others = dict[str, Tensor](), dict[str, Tensor]()
+    packed, again = Packer(tensors).pack(dict(state), "task"), Packer(others).pack(dict(other), "task")
+    is_same = packed == again and tensors.keys() == others.keys()
+    return is_same and all(equal_bits(tensor, others[name]) for name, tensor in tensors.items())
 
 
 def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:

@@ -98,7 +98,7 @@ class State:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = HiddenBuffers(model)
         of_model = {id(module) for _, module in self._modules}
-        self._modes = Modes(also, of_model) if isinstance(also, Task) else None
+        self.modes = Modes(also, of_model) if isinstance(also, Task) else None
         self.collect()  # raise any refusal before the first step
         self._first_of_task = copied(self._task_state())
 
@@ -117,7 +117,7 @@ class State:
                 if parameter.requires_grad != first
             },
             "evaluating": [name for name, module in self._modules if not module.training],
-            "modes_of_task": {} if self._modes is None else self._modes.changed(),
+            "modes_of_task": {} if self.modes is None else self.modes.changed(),
             "extra_state": {name: packer.pack(value, EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
@@ -136,8 +136,8 @@ class State:
             evaluating = set(scalars["evaluating"])
             for name, module in self._modules:
                 module.training = name not in evaluating
-        if self._modes is not None:
-            self._modes.restore(scalars.get("modes_of_task", {}))
+        if self.modes is not None:
+            self.modes.restore(scalars.get("modes_of_task", {}))
         hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
         self._hidden.load(hidden, self._device)
         of_modules = _with_prefix(EXTRA, extra)
@@ -151,6 +151,8 @@ class State:
         if self._ema is not None:
             self._ema.restore(step - self.counts.skipped)
         self._load_task(scalars, _with_prefix("task.", extra), unpacker)
+        if self.modes is not None:
+            self.modes.restore_late(scalars.get("modes_of_task", {}))
 
     def _load_task(self, scalars: Mapping[str, Any], of_task: dict[str, Tensor], unpacker: Unpacker) -> None:
         task_state = unpacker.unpack(scalars["task"], of_task.pop)

@@ -98,6 +98,7 @@ class Watch:
         self._first_values: dict[str, Any] | None = None  # its numbers and strings then
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
+        self._names_at_first: set[str] | None = None  # of all that it had then
         self._handles: list[RemovableHandle] = []
         self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
@@ -222,6 +223,8 @@ class Watch:
             if may_load and changed:
                 made = self._made_by_loading(changed, was, now)
                 changed = [name for name in changed if name not in made]
+                # Loading may have left something in objects of libraries, such as a GradScaler's first scale.
+                self._looks = [(self._attributes(), saved)]
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
@@ -240,30 +243,44 @@ class Watch:
         """
         if not isinstance(self._task, Task):
             return set()
-        values = [name for name in names if is_value(now.leaves.get(name)) and name in was.leaves]
+        both = ((name, was.leaves[name], now.leaves[name]) for name in names if name in was.leaves.keys() & now.leaves)
+        values = [
+            name for name, then, leaf in both if is_value(leaf) or (isinstance(leaf, Tensor) and leaf is not then)
+        ]
         places = {name: place for name in values if (place := self._place(name)) is not None}
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
         self.put_back_values(other)
         places = {name: vars(other) if place is own else place for name, place in places.items()}
+        found = {name for name in map(now.outermost_list, names) if name and name.startswith(("task.", "model."))}
+        lists = {name: place for name in found if (place := self._place(name)) is not None and place is not own}
+        kept = {name: place[_last(name)] for name, place in lists.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
+            state = copied(self._states()["task"])
             try:
                 for name, place in places.items():
                     place[_last(name)] = was.leaves[name]
-                other.load_state_dict(copied(self._states()["task"]))
-                again, anew = of_task(other), tuple(f"{name}." for name in self._anew_in(other))
-                of_model = {name: place[_last(name)] for name, place in places.items() if name.startswith("model.")}
-                again.leaves.update(of_model)
-                found = {name for name in names if name in again.leaves and (name in places or name.startswith(anew))}
-                made = {name for name in found if now.has_alike(name, again)}
+                for name, place in lists.items():
+                    place[_last(name)] = copy.copy(kept[name])
+                    place[_last(name)].clear()
+                other.load_state_dict(state)
+                anew = (*self._anew_in(other), *lists)
+                again = of_task(other)
+                of_model = [*places.items(), *lists.items()]
+                of_model = [(name, place[_last(name)]) for name, place in of_model if name.startswith("model.")]
+                again.add(Attributes(dict(of_model)))
+                found = {name for name in names if name in places or is_within(name, anew)}
+                made = {name for name in found if now.are_alike(name, again)}
             finally:
                 for name, place in places.items():
                     place[_last(name)] = now.leaves[name]
+                for name, place in lists.items():
+                    place[_last(name)] = kept[name]
         return made
 
     def _anew_in(self, other: Task) -> set[str]:
-        """The attributes that another task does not share with this one."""
+        """The attributes that another task has, too, but does not share with this one."""
         mine, theirs = vars(self._task), vars(other)
-        return {f"task.{key}" for key, value in mine.items() if theirs.get(key) is not value}
+        return {f"task.{key}" for key in mine.keys() & theirs.keys() if theirs[key] is not mine[key]}
 
     def _place(self, name: str) -> dict[str, Any] | None:
         """The attributes, of the task, the model or an object in them, in which a number or string was found."""
@@ -294,6 +311,7 @@ class Watch:
         It is a copy, so what its loading does not put back is as it is now.
         """
         found = of_task(other)
+        self._names_at_first = set(found.leaves)
         self._at_first = {
             name: leaf for name, leaf in found.leaves.items() if found.is_frame(name) or found.is_value(name)
         }
@@ -352,7 +370,10 @@ class Watch:
         if self.before_loading is not None:
             lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
-            self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
+            if self._names_at_first is not None:  # an object that both tasks share may have lost and got them back
+                made |= again.leaves.keys() - self._names_at_first
+            made &= {name for name in self._changes[0] if name.startswith(("task.", "model."))}
+            self._made_again = {name for name in made if now.has_alike(name, again)}
             referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
             self._comes_back |= dict.fromkeys(referring, True)
         self._comes_back |= dict.fromkeys(anew & now.lists_alike(again), True)
