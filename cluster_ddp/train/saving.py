@@ -37,6 +37,7 @@ _SHOWN = 5  # names listed in a warning
 _CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
 _AT_SAVES = 0.01  # the same before saves, where a look is worth more
 _SHORT = 0.1  # seconds that a look before a save may always take
+_LONG = 1.0  # seconds that it may take at most before a save: there may be little time left for that
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
 
@@ -234,9 +235,14 @@ class Saving:
         is_repeated = moment in self._looked
         if is_repeated and moment != "a save":
             self.check_unsaved(state)
-        elif not is_repeated or state.communicates or self._check_took < _SHORT or self._has_time(_AT_SAVES):
+        elif not is_repeated or state.communicates or self._is_quick_to_check():
             self._looked.add(moment)
             self.warn_unsaved(state)
+
+    def _is_quick_to_check(self) -> bool:
+        if self._check_took < _SHORT:
+            return True
+        return self._check_took < _LONG and self._has_time(_AT_SAVES)
 
     def warn_unsaved(self, state: State) -> None:
         """Warn of changes in model, task and optimizer that no checkpoint contains and that a step may depend on."""
