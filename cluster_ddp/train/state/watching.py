@@ -99,6 +99,7 @@ class Watch:
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
         self._names_at_first: set[str] | None = None  # of all that it had then
+        self._told: set[str] = set()  # what was found to be unsaved so far
         self._handles: list[RemovableHandle] = []
         self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
@@ -220,18 +221,20 @@ class Watch:
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then))
-            if may_load and changed:
-                made = self._made_by_loading(changed, was, now)
+            told = {name: _gradients_in(at) if name.endswith(GRADIENT) else at for name, at in holders.items()}
+            if may_load and (new := [name for name in changed if told[name] not in self._told]):
+                made = self._made_by_loading(new, was, now)
                 changed = [name for name in changed if name not in made]
                 # Loading may have left something in objects of libraries, such as a GradScaler's first scale.
                 self._looks = [(self._attributes(), saved)]
-            found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
+            found.update(told[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
         direct = {name for name in kept if now.has_a_place_in(saved, name, looks[0][1])}
         self._comes_back = {name: True for name, does in self._comes_back.items() if does and name not in direct}
         self._inner_comes_back = {name: does for name, does in self._inner_comes_back.items() if name not in direct}
         self._made_again, self._cleared = set(), set()
+        self._told |= found
         if isinstance(self._task, Task):
             self._watch_clearing(self._looks[-1][0].gradients())
         return found
