@@ -141,6 +141,35 @@ def test_what_a_derived_trainer_counts_is_kept_or_told(tmp_path: Path) -> None:
     assert "steps change strange of the Counting, which no checkpoint contains" in message
 
 
+def train_saving(place: Path) -> None:
+    """A model of the library, which notes its class in its settings whenever the Trainer saves it."""
+    import transformers
+
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    class Images(Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"pixel_values": torch.full((1, 4, 4), index / 16), "labels": index % 2}
+
+    begin_attempt(place, 0)
+    sizes = {"num_channels": 1, "embedding_size": 4, "hidden_sizes": [4], "depths": [1], "num_labels": 2}
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(layer_type="basic", **sizes))
+    args = transformers.TrainingArguments(
+        output_dir=str(place / "output"), max_steps=4, save_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    transformers.Trainer(model, args, train_dataset=Images(), callbacks=[ResumeExactly()]).train()
+    assert model.config.architectures
+
+
+def test_what_a_saved_model_notes_in_its_settings_is_not_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(train_saving, 1, run.path)
+    assert told(run) == []
+
+
 def train_watched(place: Path, attempt: int, is_first: bool, stop_at: int = 0) -> tuple[Any, ...] | None:
     """What a callback of the program's own ends with; None when it was stopped, which it asks for in this step."""
     import transformers

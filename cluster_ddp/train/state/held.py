@@ -26,7 +26,8 @@ _MARKS_OF_DYNAMO = ("_dynamo", "_torchdynamo")
 _MARKS_OF_TENSORS = ("_is_buffer", "_is_param")  # by nn.Buffer, and for parameters of other classes
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
 # results, the decay of diffusers' averages, or the kind of loss that a model of transformers finds from its first
-# labels. And sentence-transformers' model card, which is for people only.
+# labels. And what is for readers of a saved model only: sentence-transformers' model card, and what save_pretrained()
+# of transformers notes in the model's settings.
 _RECOMPUTED = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
@@ -36,7 +37,7 @@ _RECOMPUTED = {
     "gpytorch": {"_memoize_cache"},
     "linear_operator": {"_memoize_cache"},
     "omegaconf": {"_flags_cache"},
-    "transformers": {"problem_type"},
+    "transformers": {"problem_type", "architectures", "dtype"},
     "sentence_transformers": {"model_card_data"},
     "queue": {"unfinished_tasks"},  # read by join() only
 }  # fmt: skip
