@@ -26,6 +26,7 @@ from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.restore import Check, Restore, Restored
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.checkpoint.writer import Report, Save, Writer
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
@@ -280,7 +281,7 @@ class Checkpointer:
                 problem = f"cannot record in {file} which checkpoint it continues from: {error.strerror}"
         problem = self._coordinator.from_rank_0(problem)
         if problem is not None:
-            raise CheckpointError(f"attempt {self._attempt.number} {problem}")
+            raise CheckpointError(f"attempt {self._attempt.number} {problem}", cause=Cause.OUTSIDE)
 
     def plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
         """The plan of who writes which tensors; the previous one as long as the tensors are the same."""

@@ -7,13 +7,13 @@ job on its own, no keeper could do that, and the next start is the first that ca
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterable
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.lost_nodes import record_lost_nodes, short_name
 from cluster_ddp.run.attempt import is_earlier_start
-from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE, NODE_IS_FULL, failures_of, is_surroundings, root_failure
+from cluster_ddp.run.causes import failures_of, is_surroundings, root_failure
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import finished_a_step, refuse_ended
 from cluster_ddp.run.events import (
@@ -27,17 +27,6 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.slurm.start import SlurmStart
 
 _ENOUGH = 2  # attempts that failed on a host: a single one may be bad luck
-# Errors that a host causes in its ranks. Network errors are not among them: they show on the host that survives.
-_SIGNALS = ("SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL")
-_BROKEN = re.compile(
-    rf"{KILLED_FROM_OUTSIDE}|{NODE_IS_FULL}|ended by SIG(BUS|SEGV|ILL)|"
-    r"is killed by signal: (Killed|Bus error|Segmentation fault|Illegal instruction)|"
-    r"CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
-    r"\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|input/output error|stale file|"
-    r"read-only file system|</torch_\w+>: No space left|"
-    r"No space left on device: '/(dev/shm|tmp)/",
-    re.IGNORECASE,
-)
 
 
 def suspects(history: History, upto: int) -> list[str]:
@@ -65,8 +54,7 @@ def _culprits(history: History, number: int) -> set[str]:
     if lost or not failures:
         return lost
     root = root_failure(failures)
-    host, error = root.get("host"), str(root.get("error") or "")
-    broken = root.get("suspect") or root.get("signal") in _SIGNALS or _BROKEN.search(error)
+    host, broken = root.get("host"), root.get("suspect") or root.get("cause") == Cause.HOST
     return {short_name(host)} if isinstance(host, str) and broken else set()
 
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.logs import if_disk_is_full, last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
-from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE, comes_from_outside, describe_failure, shortened
+from cluster_ddp.run.causes import cause_of_message, cause_of_signal, describe_failure, shortened
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
@@ -89,7 +90,7 @@ class Failures:
 
     def _describe(self, rank: Rank, code: int) -> str:
         error = read_error(rank)
-        said = _without_message(code, rank) if error is None else error.message
+        said = _without_message(code, rank)[0] if error is None else error.message
         return describe_failure({"event": RANK_FAILED, "rank": rank.rank, "host": host_name(), "error": said})
 
     def _unseen(self, now: float) -> list[_Death]:
@@ -105,8 +106,9 @@ class Failures:
 
     def _follows(self, death: _Death) -> bool:
         """Whether a rank ended only because a different one had failed: it says so itself, or torchrun ended it."""
-        error = read_error(death.rank)
-        return death.rank.pid in self._exits.ended_by_agent if error is None else error.follows
+        if self._ranks.cause(death.rank) is Cause.FOLLOWS:
+            return True
+        return death.rank.pid in self._exits.ended_by_agent and read_error(death.rank) is None
 
     def _code(self, death: _Death) -> int | None:
         if death.rank.pid in self._exits.left:
@@ -128,7 +130,7 @@ class Failures:
         elif code == 0:
             kind = 1
         elif error is not None:
-            kind = 4 if comes_from_outside(error.message) else 2
+            kind = 2 if self._explain(death)[1] is Cause.PROGRAM else 4
         else:
             kind = 1 if code is None else 3
         return kind, self._moment(death)
@@ -137,24 +139,35 @@ class Failures:
         error = read_error(death.rank)
         return death.noticed if error is None else error.time
 
-    def _record(self, cause: _Death) -> None:
-        if self._follows(cause):
+    def _explain(self, death: _Death) -> tuple[str, Cause]:
+        """Return how a rank failed, and why: as it says itself, else by its error or by how it ended."""
+        error = read_error(death.rank)
+        if error is None:
+            message, cause = _without_message(self._code(death), death.rank)
+        else:
+            message, cause = error.message, cause_of_message(error.message)
+        return message, self._ranks.cause(death.rank) or cause
+
+    def _record(self, first: _Death) -> None:
+        if self._follows(first):
             return  # the cause was on a different node, which records it
-        rank, code, error = cause.rank, self._code(cause), read_error(cause.rank)
-        message = shortened(_without_message(code, rank) if error is None else error.message)
+        rank, code = first.rank, self._code(first)
+        message, cause = self._explain(first)
+        message = shortened(message)
         host = host_name()
         self._events.write(
             RANK_FAILED,
             attempt=self._attempt.number,
-            step=cause.step,
+            step=first.step,
             node=self._node_rank,
             host=host,
             rank=rank.rank,
             error=message,
+            cause=cause.value,
             exit_code=code,
             signal=signal.Signals(-code).name if code is not None and _is_kill(code) else None,
-            failed_at=self._moment(cause),
-            others=sorted(other.rank.rank for other in self._deaths if other is not cause),
+            failed_at=self._moment(first),
+            others=sorted(other.rank.rank for other in self._deaths if other is not first),
             log=str(self._attempt.log_file(self._node_rank)),
         )
         say(f"cluster-ddp: rank {rank.rank} on {host} failed:\n{message}")
@@ -165,21 +178,29 @@ def _is_kill(code: int | None) -> bool:
     return code is not None and code < 0 and code != -signal.SIGTERM
 
 
-def _without_message(code: int | None, rank: Rank) -> str:
+def _without_message(code: int | None, rank: Rank) -> tuple[str, Cause]:
+    """Describe the end of a rank that left no error of its own, and return its cause."""
     if code == -signal.SIGKILL:
-        return "ended by SIGKILL, perhaps because the node ran out of memory; it left no message"
-    if code == -signal.SIGBUS:
-        return f"ended by SIGBUS, perhaps because the memory disk (/dev/shm) or a disk is full; {_last_said(rank)}"
-    if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}; {_last_said(rank)}"  # what a library says before it aborts
+        return "ended by SIGKILL, perhaps because the node ran out of memory; it left no message", Cause.HOST
+    if code is None:
+        why = "killed from outside, perhaps because the node ran out of memory"
+        return f"ended without a message; {why}", Cause.HOST
     if code == 0:
-        return "ended with exit status 0 before its training was over, as by os._exit(0); it left no message"
-    if code:
-        return f"ended with exit status {code}; {_last_said(rank)}"  # as argparse and sys.exit(text) do
-    return f"ended without a message; {KILLED_FROM_OUTSIDE}, perhaps because the node ran out of memory"
+        how = "ended with exit status 0 before its training was over, as by os._exit(0)"
+        return f"{how}; it left no message", Cause.PROGRAM
+    said = _last_said(rank)
+    words = f"what it wrote last to stderr: {said}" if said else "it left no message"
+    if code > 0:  # as argparse and sys.exit(text) do
+        full = if_disk_is_full()
+        return f"ended with exit status {code}; {words}{full}", Cause.HOST if full else cause_of_message(said)
+    name = signal.Signals(-code).name  # a library may say why before it aborts
+    if code == -signal.SIGBUS:
+        name += ", perhaps because the memory disk (/dev/shm) or a disk is full"
+    return f"ended by {name}; {words}{if_disk_is_full()}", cause_of_signal(signal.Signals(-code).name, said)
 
 
 def _last_said(rank: Rank) -> str:
+    """Return what a rank wrote last to stderr, with the place of a fatal error; empty if it wrote nothing."""
     lines = last_lines(rank.stderr, _MOST_LINES) if rank.stderr is not None else []
     said = [line for line in lines if not _TORCH_LOG.match(line)]
     fatal = next((number for number, line in enumerate(said) if line.startswith(_FATAL)), None)
@@ -190,5 +211,4 @@ def _last_said(rank: Rank) -> str:
         said = said[: fatal + 1]
         if said[1:] and said[-1] == _ABORTED:  # a library says before it aborts why
             said.pop()
-    words = f"what it wrote last to stderr: {said[-1]}{where}" if said else "it left no message"
-    return words + if_disk_is_full()
+    return f"{said[-1]}{where}" if said else ""

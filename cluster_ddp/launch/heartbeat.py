@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.processes import present
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import REASONS
@@ -26,13 +27,14 @@ STACKS_SIGNALS = present("SIGURG")
 
 _WORD = 8
 _MAGIC = int.from_bytes(b"DDPHBT", "big") << 8  # fits a signed word; the lowest byte is the layout's version
-_VERSION = 1
+_VERSION = 2
 
 # Words of the header and of a slot. Both are 64 bytes, one cache line, so that ranks do not share a line.
 _MAGIC_WORD, _SLOTS, _STOP_LEVEL, _STOP_REASON = range(4)
-_PID, _RANK, _STEP, _PHASE, _BEAT = range(5)
+_PID, _RANK, _STEP, _PHASE, _BEAT, _CAUSE = range(6)
 _LINE_WORDS = 8
 _STACKS = ".stacks-rank"
+_CAUSES = tuple(Cause)
 
 
 class RankSlot:
@@ -50,6 +52,7 @@ class RankSlot:
         """Claim this slot; a restarted rank claims it again."""
         self._words[self._base + _RANK] = rank
         self._words[self._step] = -1
+        self._words[self._base + _CAUSE] = 0
         self.set_phase(Phase.STARTING)
         self._words[self._base + _PID] = os.getpid() if pid is None else pid
 
@@ -62,6 +65,10 @@ class RankSlot:
         """Report what the rank is doing now; counts as a sign of life."""
         self._words[self._base + _PHASE] = phase
         self._words[self._beat] = time.monotonic_ns()
+
+    def set_cause(self, cause: Cause) -> None:
+        """Report that the rank fails, and why."""
+        self._words[self._base + _CAUSE] = _CAUSES.index(cause) + 1
 
     @property
     def pid(self) -> int:
@@ -81,6 +88,12 @@ class RankSlot:
     @property
     def phase(self) -> Phase:
         return Phase(self._words[self._base + _PHASE])
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why the rank failed; None if it has not said so."""
+        code = self._words[self._base + _CAUSE]
+        return _CAUSES[code - 1] if 0 < code <= len(_CAUSES) else None
 
     @property
     def beat_ns(self) -> int:

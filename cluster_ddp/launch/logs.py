@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cluster_ddp.run.causes import NODE_IS_FULL
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.node_log import LogLine, parse_line
 from cluster_ddp.run.reading import as_whole, open_regular, read_json_object
@@ -86,7 +85,7 @@ def if_disk_is_full() -> str:
     with contextlib.suppress(OSError):
         if shutil.disk_usage(folder).free < _LEAST_FREE:
             return (
-                f"; {NODE_IS_FULL} in {folder}, where what is printed is kept: make room there, or set "
+                f"; the node has no space left in {folder}, where what is printed is kept: make room there, or set "
                 "TMPDIR to another folder"
             )
     return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cluster_ddp.launch.agent_failure import MORE_FILES, TOO_MANY_FILES
 from cluster_ddp.launch.running_job_step import START_SECONDS, RunningJobStep
-from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import (
     HANG,
@@ -166,7 +165,7 @@ def _record_killed_node(
         return
     error = f"its node program ended without signing off: {first.describe()}"
     if first.by_signal:
-        error = f"its node program was {KILLED_FROM_OUTSIDE}, for example because memory ran out (srun: {first.how})"
+        error = f"its node program was killed from outside, for example because memory ran out (srun: {first.how})"
     rank, suspect = nodes[NODE_STARTED], first.by_signal
     writer.write(NODE_FAILED, attempt=attempt.number, node=rank, host=first.host, error=error, suspect=suspect)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.heartbeat import HeartbeatFile, RankSlot
 from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.processes import cpu_seconds, is_alive, marked_processes
@@ -22,7 +23,6 @@ _GROUP = re.compile(r" +\+ Exception Group Traceback")
 _OF_GROUP = re.compile(r"^ +[|+] ?")  # in front of each line of its traceback
 _CPP_WHAT = re.compile(r"  what\(\): .*\w")  # the message of a C++ exception that nobody caught
 _OWN_PREFIX = re.compile(r"^cluster_ddp: rank \d+: ")
-_FOLLOWS = re.compile(r"cluster_ddp: rank \d+ ends because ")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class RankError:
 
     message: str  # a traceback, or the trainer's own message
     time: float  # Unix seconds when it was written
-    follows: bool = False  # whether it says that it ended because a different rank had
 
 
 class LocalRanks:
@@ -100,6 +99,11 @@ class LocalRanks:
         """Return what a rank says it is doing; None if it has no heartbeat."""
         slot = self._heartbeat.slots[rank.local_rank]
         return slot.phase if slot.pid == rank.pid else None
+
+    def cause(self, rank: Rank) -> Cause | None:
+        """Return why a rank says it failed; None if it has not said so."""
+        slot = self._heartbeat.slots[rank.local_rank]
+        return slot.cause if slot.pid == rank.pid else None
 
     def step(self, rank: Rank) -> int | None:
         """Return the last step that a rank finished; None before the first, and for a rank without a heartbeat."""
@@ -161,9 +165,8 @@ def read_error(rank: Rank) -> RankError | None:
         if not said:
             return None
         first = next((number for number in said if _CPP_WHAT.match(lines[number])), said[0])
-    follows = _FOLLOWS.match(lines[first]) is not None
     message = _OWN_PREFIX.sub("", "\n".join(lines[first:]))
-    return RankError(message, rank.stderr.stat().st_mtime, follows)
+    return RankError(message, rank.stderr.stat().st_mtime)
 
 
 def _from_error_file(path: Path) -> RankError | None:

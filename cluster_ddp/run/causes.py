@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, RESUMED, STARTED
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
 
-KILLED_FROM_OUTSIDE = "killed from outside"
-NODE_IS_FULL = "the node has no space left"
-"""Words in our own errors by which decisions recognize their cause, here and in `launch.bad_hosts`."""
-
-# Errors caused from outside the program: a peer that died, the network, the machine. A restart helps, unlike after an
-# error of the program itself.
-_SURROUNDINGS = re.compile(
-    rf"\bsignal\b|{KILLED_FROM_OUTSIDE}|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|"
+# What Python, torch, NCCL, CUDA and the kernel say of errors that were caused from outside the program: by a peer that
+# died, the network, the machine. A restart helps, unlike after an error of the program itself.
+_OUTSIDE = re.compile(
+    r"\bsignal\b|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|"
     r"\bpeer\b|rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|"
     r"CUDA driver|CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
     r"busy or unavailable|resource temporarily unavailable|can't start new thread|no space left|quota exceeded|"
@@ -25,9 +22,19 @@ _SURROUNDINGS = re.compile(
 )
 _PROGRAM = re.compile(
     r"^(\w+\.)*((Import|ModuleNotFound|Syntax|Indentation|Name|Type|Attribute|Key|Value|Index|Assertion|FileNotFound|"
-    r"NotImplemented|ZeroDivision|OutOfMemory|JobFile|Batch|Checkpoint)Error)\b",
+    r"NotImplemented|ZeroDivision|OutOfMemory)Error)\b",
     re.MULTILINE,
 )
+# Those that a host causes in its own ranks. Network errors are not among them: they show on the host that survives.
+_HOST = re.compile(
+    r"is killed by signal: (Killed|Bus error|Segmentation fault|Illegal instruction)|"
+    r"CUDA unknown error|system not yet initialized|driver/library version mismatch|GPU is lost|"
+    r"\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|input/output error|stale file|"
+    r"read-only file system|</torch_\w+>: No space left|"
+    r"No space left on device: '/(dev/shm|tmp)/",
+    re.IGNORECASE,
+)
+_SIGNALS_OF_HOST = frozenset({"SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL"})
 
 _LONGEST_ERROR = 4000
 _MOST_LINES = 3
@@ -151,14 +158,23 @@ def shortened(error: str) -> str:
 
 
 def is_surroundings(event: Event) -> bool:
-    """Whether a failure was caused from outside the program, so that a restart may help."""
-    if event.get("comes_back") is True:
-        return False
-    if event["event"] == NODE_FAILED or event.get("signal") is not None or not event.get("error"):
-        return True
-    return comes_from_outside(str(event["error"]))
+    """Whether a failure was caused from outside the program, so that a restart may help; else it is the program's own.
+
+    One of an older version, which recorded no cause, counts as caused from outside.
+    """
+    return event.get("cause") != Cause.PROGRAM and event.get("comes_back") is not True
 
 
-def comes_from_outside(error: str) -> bool:
-    """Whether an error was caused from outside the program, such as by a peer that died."""
-    return not _PROGRAM.search(error) and bool(_SURROUNDINGS.search(error))
+def cause_of_message(error: str) -> Cause:
+    """Return the cause of an error that is not one of ours, by what Python, torch or another library says."""
+    if _PROGRAM.search(error):
+        return Cause.PROGRAM
+    if _HOST.search(error):
+        return Cause.HOST
+    return Cause.OUTSIDE if _OUTSIDE.search(error) else Cause.PROGRAM
+
+
+def cause_of_signal(name: str, said: str = "") -> Cause:
+    """Return the cause of a process's end by a signal, given what it said before, if anything."""
+    host = name in _SIGNALS_OF_HOST or cause_of_message(said) is Cause.HOST
+    return Cause.HOST if host else Cause.OUTSIDE

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # checkpoint: step, samples
 # stopped: step, reason
 # completed: step
-# failed: step (or null), rank, node, error, phase
-# rank-failed: rank, node, host, error, and signal if one killed it
+# failed: step (or null), rank, node, error, phase, cause: one of `cluster_ddp.job.errors.Cause`
+# rank-failed: rank, node, host, error, cause, and signal if one killed it
 # node-failed: host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
 #     agent gave up before there were ranks)
 # resume-requested: the last attempt before it, and cancels: how many `cancelled` there were
@@ -73,7 +73,7 @@ WARNING = "warning"  # rank, host, message: training continues, but the user sho
 # The values that are computed with, compared or looked up; one of a wrong type is treated as missing.
 _WHOLE = frozenset({"step", "samples", "total_steps", "world_size", "rank", "cancels"})
 _PLAIN = frozenset(
-    {"node", "host", "signal", "reason", "error", "by", "phase", "outcome", "via", "slurm_job_id", "training"}
+    {"node", "host", "signal", "reason", "error", "cause", "by", "phase", "outcome", "via", "slurm_job_id", "training"}
 )
 
 

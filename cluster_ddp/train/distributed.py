@@ -31,11 +31,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.job import load_resolved
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.ports import job_port
 from cluster_ddp.launch.variables import RUN_VARIABLE
 from cluster_ddp.network import DEFAULT_TIMEOUT, resolve
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
+from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.errors import DistributedError
 
@@ -167,7 +169,8 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise DistributedError(
-            f"rank {world.rank} of {world.world_size} cannot meet the others at {where}: {error}"
+            f"rank {world.rank} of {world.world_size} cannot meet the others at {where}: {error}",
+            cause=cause_of_message(str(error)),
         ) from error
     return world
 
@@ -207,7 +210,8 @@ def _take_device(world: World) -> None:
     if given > gpus and (gpus == 0 or world.gpu >= gpus):  # without a GPU it would train on the CPU
         raise DistributedError(
             f"Slurm has given this node {given} GPUs, of which torch can use {gpus}: its CUDA driver or a GPU may be "
-            "broken (nvidia-smi shows whether it is), or a container may hide them"
+            "broken (nvidia-smi shows whether it is), or a container may hide them",
+            cause=Cause.HOST,
         )
     if gpus == 0:
         return

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from cluster_ddp.job import ClusterDDPError
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.logs import if_disk_is_full
 from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
 from cluster_ddp.run import events
-from cluster_ddp.run.causes import shortened
+from cluster_ddp.run.causes import cause_of_message, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
@@ -48,12 +49,16 @@ def record_failure(
 
     The other ranks fail too, because they wait for this one; they only print its number.
     """
-    cause = _earlier_failure(error, world, writer, attempt)
-    if cause is not None:
-        say(f"cluster_ddp: rank {world.rank} ends because {cause}")
+    earlier = _earlier_failure(error, world, writer, attempt)
+    if earlier is not None:
+        say(f"cluster_ddp: rank {world.rank} ends because {earlier}")
+        if process is not None:
+            process.beat.fail(Cause.FOLLOWS)
         return
     phase = process.beat.phase if process is not None else Phase.STARTING
-    text = explain(error)
+    text, cause = explain(error), cause_of(error)
+    if process is not None:
+        process.beat.fail(cause)
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # a rank that works needs none
 
@@ -72,6 +77,7 @@ def record_failure(
             host=host_name(),
             phase=phase.word,
             error=shortened(text),
+            cause=cause.value,
             **({"comes_back": True} if comes_back else {}),
         )
     _let_others_ask(world)
@@ -125,8 +131,8 @@ def explain(error: BaseException) -> str:
     text = "; ".join([said, *_notes(error)]) + line_break + more  # `status` shows the first line
     if any(sign in text for sign in _NO_MORE_PROCESSES):
         text += "; perhaps you have reached the limit on processes and threads there (ulimit -u), including other jobs"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-        text += if_disk_is_full()  # as after print()
+    if _is_of_output(error):
+        text += if_disk_is_full()
     if isinstance(error, ClusterDDPError):
         return f"{text}{_place(error)}"
     named = f"{type(error).__name__}: {text}"
@@ -134,6 +140,25 @@ def explain(error: BaseException) -> str:
         named += f"; the first: {explain(inside[0])}"
     advice = _advice(error, text)
     return f"{advice}\n    ({named})" if advice else named
+
+
+def _is_of_output(error: BaseException) -> bool:
+    """Whether a disk without space is that of no named file, as after print()."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Return what an error was caused by: as it says itself, or as the one that it was raised from does."""
+    said = getattr(error, "cause", None)  # torch's errors about workers also have one: see `tell_how_they_ended`
+    if isinstance(said, Cause):
+        return said
+    if _is_of_output(error) and if_disk_is_full():
+        return Cause.HOST
+    ours = isinstance(error, ClusterDDPError)
+    cause = Cause.PROGRAM if ours else cause_of_message(f"{type(error).__name__}: {error}")
+    within = getattr(error, "exceptions", None)  # of a group
+    deeper = within[0] if within else error.__cause__
+    return cause_of(deeper) if cause is Cause.PROGRAM and deeper is not None else cause
 
 
 def _notes(error: BaseException) -> list[str]:

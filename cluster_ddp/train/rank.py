@@ -14,6 +14,7 @@ from typing import IO
 import torch.distributed as dist
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, RankSlot, stacks_beside
 from cluster_ddp.launch.processes import die_with_parent, is_alive
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
@@ -45,6 +46,11 @@ class Beat:
         self.steps = steps
         if self._slot is not None:
             self._slot.beat(steps)
+
+    def fail(self, cause: Cause) -> None:
+        """Report that this rank fails, and why."""
+        if self._slot is not None:
+            self._slot.set_cause(cause)
 
     def expect_alone(self) -> None:
         """Check that no other process has become the same rank.

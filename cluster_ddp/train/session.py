@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
@@ -344,7 +345,8 @@ class Session:
             why = f" ({self.saving.why_failed})" if self.saving.why_failed else ""
             raise TrainError(
                 f"all {self.step} steps are done, but their checkpoint could not be written{why}; free some space on "
-                "the run's storage, or repair it, and resume"
+                "the run's storage, or repair it, and resume",
+                cause=Cause.OUTSIDE,
             )
         self.record(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)
 

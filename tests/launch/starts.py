@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_builders import with_cause
 
 from cluster_ddp.launch import attempt as attempt_module
 from cluster_ddp.run.attempt import begin_attempt
@@ -50,7 +51,7 @@ def end(run: RunDirectory, number: int, *, restart: int = 0) -> Decision:
 
 
 def happened(run: RunDirectory, event: str, attempt: int = 0, **fields: Any) -> None:
-    EventWriter(run, "rank-0").write(event, attempt=attempt, **fields)
+    EventWriter(run, "rank-0").write(event, attempt=attempt, **with_cause(event, fields))
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:

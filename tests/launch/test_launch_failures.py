@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
-from cluster_ddp.run.causes import describe_failure, is_surroundings, shortened
+from cluster_ddp.run.causes import describe_failure, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
 
 PEER_LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: Connection closed by peer\n"
 OWN_ERROR = "noise\nTraceback (most recent call last):\n  File x\nValueError: wrong\n"
-FOLLOWS = "cluster_ddp: rank 1 ends because rank 7 failed\n"
 
 
 class Scene:
@@ -165,8 +165,10 @@ def test_of_two_errors_the_first_is_named(scene: Scene) -> None:
 
 @pytest.mark.parametrize("case", ["says so", "ended by torchrun"])
 def test_a_rank_that_only_follows_another_nodes_failure_is_not_recorded(scene: Scene, case: str) -> None:
-    rank = scene.rank(4, FOLLOWS if case == "says so" else "")
-    if case == "ended by torchrun":
+    rank = scene.rank(4, PEER_LOST if case == "says so" else "")
+    if case == "says so":
+        scene.heartbeat.slots[0].set_cause(Cause.FOLLOWS)
+    else:
         scene.exits.ended_by_agent.add(rank.pid)
         scene.exit_code(rank, -15)
     scene.failures.note([rank], agent_ended=True)
@@ -285,7 +287,16 @@ def test_a_rank_that_could_not_say_why_it_failed_is_told_with_the_full_disk(
     scene.exit_code(rank, 1)
     scene.failures.note([rank], agent_ended=True)
     assert "it left no message; the node has no space left in" in describe_failure(scene.event())
-    assert is_surroundings(scene.event())  # so it is tried again, and elsewhere
+    assert scene.event()["cause"] == "host"  # so it is tried again, and elsewhere
+
+
+@pytest.mark.parametrize(("said", "cause"), [(None, "program"), (Cause.OUTSIDE, "outside"), (Cause.HOST, "host")])
+def test_a_rank_knows_best_why_it_failed(scene: Scene, said: Cause | None, cause: str) -> None:
+    rank = scene.rank(4, OWN_ERROR)
+    if said is not None:
+        scene.heartbeat.slots[0].set_cause(said)
+    scene.failures.note([rank], agent_ended=True)
+    assert scene.event()["cause"] == cause
 
 
 def test_nccls_own_words_are_told_with_the_kind_of_error() -> None:

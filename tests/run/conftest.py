@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hostile_runs import Commands, make_bad_run, make_neighbour
-from run_builders import job
+from run_builders import job, with_cause
 
 from cluster_ddp.cli import app
 from cluster_ddp.run.directory import RunDirectory
@@ -39,7 +39,7 @@ def say(run: RunDirectory) -> Say:
         event: str, attempt: int | None = None, *, at: float | None = None, writer: str = "w", **fields: Any
     ) -> None:
         moment = time.time() if at is None else origin + at
-        line = json.dumps({"time": moment, "event": event, "attempt": attempt, **fields})
+        line = json.dumps({"time": moment, "event": event, "attempt": attempt, **with_cause(event, fields)})
         with (run.events / f"{writer}.jsonl").open("a") as file:
             file.write(line + "\n")
 

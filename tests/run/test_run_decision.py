@@ -152,7 +152,7 @@ def test_ranks_that_failed_to_meet_have_failed_though_the_others_had_to_be_ended
     "failure",
     [
         {"event": "rank-failed", "rank": 1, "error": "ended by SIGKILL; it left no message", "signal": "SIGKILL"},
-        {"event": "rank-failed", "rank": 1, "error": "ended without a message; killed from outside, perhaps"},
+        {"event": "rank-failed", "rank": 1, "error": "ended without a message; killed from outside", "cause": "host"},
         {"event": "failed", "rank": 0, "error": PEER_LOST},
         {"event": "failed", "rank": 0, "error": "torch.distributed.DistNetworkError: The client socket has timed out"},
         {"event": "failed", "rank": 0, "error": "OSError: [Errno 28] No space left on device"},

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from train_ranks import run_ranks, start_program
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.ports import free_port
-from cluster_ddp.run.causes import comes_from_outside
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import (
     DistributedError,
@@ -276,7 +276,7 @@ def test_a_node_whose_gpus_are_broken_is_at_fault(
         return
     with pytest.raises(DistributedError, match=rf"2 GPUs, of which torch can use {usable}") as raised:
         setup_distributed()
-    assert comes_from_outside(str(raised.value))  # so it is tried again
+    assert raised.value.cause is Cause.HOST  # so it is tried again, and elsewhere
 
 
 def write_rank(rank: int, world_size: int, *, folder: Path) -> None:

@@ -14,9 +14,10 @@ from torch.utils.data import Dataset, TensorDataset
 from train_tasks import Plain, job, samples, train
 
 from cluster_ddp.job import ClusterDDPError
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.train import TaskError, load_task
-from cluster_ddp.train.errors import DistributedError
-from cluster_ddp.train.failure import explain
+from cluster_ddp.train.errors import DistributedError, TrainError
+from cluster_ddp.train.failure import cause_of, explain
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions are new in Python 3.11")
@@ -52,6 +53,25 @@ def test_a_graph_that_the_trainer_does_not_keep_is_explained() -> None:
 @pytest.mark.parametrize("kind", [RuntimeError, DistributedError])
 def test_a_limit_of_processes_is_explained(kind: type[Exception]) -> None:
     assert "ulimit -u" in explain(kind("can't start new thread"))
+
+
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(("error", "cause"), [
+    (TrainError("train.comm_hook: bf16 needs CUDA with NCCL; fp16 works with Gloo too"), Cause.PROGRAM),
+    (ValueError("no such socket type"), Cause.PROGRAM),
+    (ConnectionResetError(104, "Connection reset by peer"), Cause.OUTSIDE),
+    (RuntimeError("CUDA error: uncorrectable ECC error encountered"), Cause.HOST),
+    (raised_from(TaskError("the data cannot be read"), OSError(5, "Input/output error")), Cause.HOST),
+    (raised_from(RuntimeError("shard 7"), ConnectionResetError(104, "Connection reset by peer")), Cause.OUTSIDE),
+    (DistributedError("rank 0 cannot meet the others", cause=Cause.OUTSIDE), Cause.OUTSIDE),
+])  # fmt: skip
+def test_our_own_words_do_not_decide_what_caused_an_error(error: Exception, cause: Cause) -> None:
+    """A refusal that names NCCL was tried again as if the network had failed."""
+    assert cause_of(error) is cause
 
 
 FAULTY = """

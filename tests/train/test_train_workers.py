@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from train_tasks import CPU, fetch
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.train.data import loader
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader, from_workers, set_up_worker
+from cluster_ddp.train.failure import cause_of
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 
 
@@ -64,8 +66,9 @@ class Dying(Dataset[Tensor]):
 
 @pytest.mark.timeout(60)
 def test_a_worker_that_is_killed_is_told_with_the_signal() -> None:
-    with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside"):
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside") as raised:
         fetch(Dying(), (0, [int(signal.SIGKILL)]), workers=1)
+    assert cause_of(raised.value) is Cause.HOST
 
 
 class Garbage:

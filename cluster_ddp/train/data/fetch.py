@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.printing import say
-from cluster_ddp.run.causes import comes_from_outside
+from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.train.data.another_worker import as_another_worker, in_copy_of_worker
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
@@ -257,7 +258,7 @@ class Fetcher:
         try:
             return self._collate(items)
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
-            if comes_from_outside(str(error)):  # such as a full memory disk
+            if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full memory disk
                 raise
             raise DataError(
                 f"samples {_named(indices)} do not make a batch: {error}\n"

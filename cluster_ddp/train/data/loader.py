@@ -26,8 +26,9 @@ from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.processes import present
-from cluster_ddp.run.causes import KILLED_FROM_OUTSIDE
+from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
@@ -218,15 +219,22 @@ def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None
     codes = sorted({worker.exitcode for worker in workers if worker.exitcode is not None})
     if re.fullmatch(r"DataLoader worker \(pid.*\) exited unexpectedly", str(error)) and codes:
         error.args = (f"{error}: {', '.join(map(_in_words, codes))}",)
+        causes = {cause_of_signal(_name(code)) if code < 0 else Cause.PROGRAM for code in codes}
+        found = next(cause for cause in (Cause.HOST, Cause.OUTSIDE, Cause.PROGRAM) if cause in causes)
+        error.cause = found  # type: ignore[attr-defined]
 
 
 def _in_words(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit status {exit_code}"
-    name = next((known.name for known in signal.Signals if known == -exit_code), f"signal {-exit_code}")
-    known = {"SIGKILL": f", {KILLED_FROM_OUTSIDE}, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
+    name = _name(exit_code)
+    known = {"SIGKILL": ", killed from outside, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
              "because the memory disk (/dev/shm) is full"}  # fmt: skip
     return f"ended by {name}{known.get(name, '')}"
+
+
+def _name(exit_code: int) -> str:
+    return next((known.name for known in signal.Signals if known == -exit_code), f"signal {-exit_code}")
 
 
 def see_off(workers: list[BaseProcess]) -> None:
