@@ -35,6 +35,7 @@ from cluster_ddp.checkpoint.verify import PIECE, Place, open_checkpoint, read_sh
 from cluster_ddp.checkpoint.writer import Report
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import MANIFEST, RunDirectory, step_name
+from cluster_ddp.run.errors import resume_command
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.run.storage import Storage
 
@@ -208,8 +209,8 @@ class Restore:
             found += [f"{name}: may be intact, but a newer attempt has gone on without it" for name in abandoned]
             return None, (
                 f"no intact checkpoint is left in {self._directory}, and nothing was deleted. Put an intact copy back "
-                "under its step- name, or move that folder away to start from the beginning; then: cluster-ddp resume "
-                f"{self._run_id}\n  " + "\n  ".join(found)
+                "under its step- name, or move that folder away to start from the beginning; then: "
+                f"{resume_command(self._run_id)}\n  " + "\n  ".join(found)
             ), not self._some_unreadable  # fmt: skip
         return None, "", False
 

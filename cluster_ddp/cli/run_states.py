@@ -12,6 +12,7 @@ from cluster_ddp.cli.output import inform
 from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import resume_command
 from cluster_ddp.run.jobs import know
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord, original_of
@@ -115,7 +116,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
     """The command that continues a run that is over; `name` is how commands find the run."""
     by_hand = record is not None and record.via == LAUNCH
-    return "run the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
+    return "run the same commands again, on every node" if by_hand else resume_command(name)
 
 
 def _coloured(state: RunState) -> str:

@@ -11,7 +11,7 @@ from cluster_ddp.cli.run_states import PATIENCE_SECONDS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.errors import RunError, resume_command
 from cluster_ddp.run.jobs import KnownRun, know, living_jobs
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, read_sweep, update_sweep, withdraw
@@ -52,7 +52,7 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
     inform(
         f"sweep {sweep.id}: {asked} element{'s' * (asked != 1)} asked to save and exit, "
         f"{len(waiting) + len(starting)} removed from the queue "
-        f"(see: cluster-ddp status {sweep.id}; continue later: cluster-ddp resume {sweep.id})"
+        f"(see: cluster-ddp status {sweep.id}; continue later: {resume_command(sweep.id)})"
     )
 
 

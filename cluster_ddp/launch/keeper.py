@@ -42,7 +42,7 @@ from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded, list_attempts
 from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError, to_continue
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
@@ -260,7 +260,7 @@ class Keeper:
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             self._leave_to_chain(bad)
-            raise RequeueFailed(f"{error}\nTo continue: cluster-ddp resume {self._run.path}") from error
+            raise RequeueFailed(f"{error}\n{to_continue(self._run.path)}") from error
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
             if not self._end.unwanted():

@@ -10,8 +10,8 @@ events, digest, condense, node_log                what happened
 phase, node_outcome, stopfile                     words for what ranks do, how nodes end, why training stops
 history, lineage, metrics, goodput                what can be computed from all of that
 causes, ending, decision, keeper_at_work          what failed in an attempt, how it ended, and what follows
-run_state, state, unfinished, remarks, silence,   where the run stands, and why, for people
-outlook, status, state_cache
+run_state, facts, state, starting, final_state,   where the run stands, and why, for people
+unfinished, remarks, silence, outlook, status, state_cache
 sweep, sweep_status                               many runs as one
 errors                                            the errors of a run
 """

@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Callable
 
+from cluster_ddp.printing import one_line
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, read_attempt
 from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import KEY_BYTES, AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
-from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError, resume_command
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
@@ -82,12 +83,12 @@ def begin_attempt(
                 if last.restart_count > restart_count:  # its storage held this one up, or it was cut off from Slurm
                     raise RunAlive(
                         f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
-                        f"begins in this earlier start. If that attempt is over: cluster-ddp resume {run.path}"
+                        f"begins in this earlier start. If that attempt is over: {resume_command(run.path)}"
                     )
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 try:
                     knows = None in (cluster, last.cluster) or cluster == last.cluster
-                    _refuse_alive(run, history, last, job_alive if knows else None, another_runs if knows else None)
+                    _make_sure_it_is_over(history, last, job_alive if knows else None, another_runs if knows else None)
                 except RunAlive:
                     _take_back_resume(history, last)
                     raise
@@ -236,21 +237,27 @@ def _decide_late(history: History, last: AttemptRecord) -> Decision | None:
     return decision
 
 
-def _refuse_alive(
-    run: RunDirectory,
+def _make_sure_it_is_over(
     history: History,
     last: AttemptRecord,
     job_alive: Callable[[str], bool | None] | None,
     another_runs: Callable[[str], bool] | None,
 ) -> None:
+    """Raise `RunAlive` unless the last attempt is over, as far as this machine and Slurm can tell."""
     alive = attempt_is_alive(history, last)
     if alive is not False and last.slurm_job_id is not None and another_runs and another_runs(last.slurm_job_id):
         return
     if alive is None and last.slurm_job_id is not None and job_alive is not None:
         alive = job_alive(last.slurm_job_id)
+    refuse_alive(history, last, alive)
+
+
+def refuse_alive(history: History, last: AttemptRecord, alive: bool | None) -> None:
+    """Raise `RunAlive` if the last attempt is alive, or may be (None)."""
     if alive is False:
         return
-    where = f"host {last.process.host}, process {last.process.pid}" if last.process else "an unknown host"
+    run = history.run
+    where = f"host {one_line(last.process.host)}, process {last.process.pid}" if last.process else "an unknown host"
     job = f", Slurm job {last.slurm_job_id}" if last.slurm_job_id else ""
     if alive:
         raise RunAlive(
@@ -258,7 +265,7 @@ def _refuse_alive(
         )
     raise RunAlive(
         f"run {run.id} may be alive: attempt {last.number} on {where}{job} left no record of its end and cannot be "
-        f"checked from this machine. Make sure that it is gone, then: cluster-ddp resume {run.path}"
+        f"checked from this machine. Make sure that it is gone, then: {resume_command(run.path)}"
     )
 
 

@@ -14,7 +14,7 @@ from cluster_ddp.run.causes import (
     lost_nodes,
     root_failure,
 )
-from cluster_ddp.run.errors import RunEnded
+from cluster_ddp.run.errors import RunEnded, resume_command, to_continue
 from cluster_ddp.run.events import (
     CHECKPOINT,
     COMPLETED,
@@ -113,9 +113,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         return AttemptOutcome(Ending.STOPPED_BY_PERSON, "stopped by " + (said_by or "a person"), PERSON)
     if refused := history.of_attempt(number, REQUEUE_FAILED):
         why = refused[-1].get("reason") or "Slurm did not take it"
-        return AttemptOutcome(
-            Ending.NOT_REQUEUED, f"requeue failed: {why}. To continue: cluster-ddp resume {history.run.path}"
-        )
+        return AttemptOutcome(Ending.NOT_REQUEUED, f"requeue failed: {why}. {to_continue(history.run.path)}")
     failures = failures_of(history, number)
     own_fault = any(not is_surroundings(event) for event in failures)
     saved = any(event["event"] == STOPPED for event in events)
@@ -174,7 +172,7 @@ def refuse_ended(history: History) -> None:
     refuse_complete(history)
     why = f": {outcome.why}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
     raise RunEnded(
-        f"run {run.id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run.path}",
+        f"run {run.id} {ending.words}{why}. It starts again only if you ask for it: {resume_command(run.path)}",
         ending.state,
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.run_state import RunState
@@ -37,3 +40,13 @@ class RunEnded(RunError):
     def __init__(self, message: str, state: RunState) -> None:
         super().__init__(message)
         self.state = state
+
+
+def resume_command(run: Path | str) -> str:
+    """Return the command that continues a run or a sweep, given its directory, its id or its settings."""
+    return f"cluster-ddp resume {shlex.quote(str(run))}"
+
+
+def to_continue(run: Path | str) -> str:
+    """Return the sentence that tells a person how to continue a run or a sweep, to put at the end of an error."""
+    return f"To continue: {resume_command(run)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.facts import Facts
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import KnownRun, current_job, know
@@ -124,7 +125,7 @@ def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJo
     run, record, ids = known.run, known.record, known.slurm_job_ids
     job = current_job(known, history, slurm_jobs or {})
     answered = slurm_jobs is not None and (job is not None or _is_of_this_cluster(history))
-    state, reason = state_of(history, record, job, answered=answered, ids=ids)
+    state, reason = state_of(Facts(history, record, job, answered=answered, job_ids=ids))
     if reason is None and state is RunState.RUNNING:
         kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)
         reason = str(kept[-1].get("reason")) if kept else None

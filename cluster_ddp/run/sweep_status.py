@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import resume_command
 from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import OrphanedJob, run_in_comment
 from cluster_ddp.run.run_state import RunState
@@ -94,7 +95,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
             return RunState.PENDING, "waits for its turn"
         if (record.arrays or record.announced is not None) and not answered:
             return RunState.PENDING, "Slurm cannot be queried about it from here"
-        return RunState.LOST, f"has not started, and no job will start it; cluster-ddp resume {record.id} does"
+        return RunState.LOST, f"has not started, and no job will start it; {resume_command(record.id)} does"
     if job.held:
         return RunState.HELD, how_to_release(job)
     if job.state in WAITING:
@@ -104,13 +105,13 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
     if job.state == "CANCELLED":
         return (
             RunState.LOST,
-            f"job {job.job_id} was cancelled before it started; cluster-ddp resume {record.id} starts it",
+            f"job {job.job_id} was cancelled before it started; {resume_command(record.id)} starts it",
         )
     array = job.job_id.partition("_")[0]
     if array in record.withdrawn:
         return (
             RunState.LOST,
-            f"the sweep was stopped or cancelled before it started; cluster-ddp resume {record.id} starts it",
+            f"the sweep was stopped or cancelled before it started; {resume_command(record.id)} starts it",
         )
     said = f"see slurm-{array}.out of the sweep"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt started ({said})"

@@ -16,7 +16,7 @@ from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
-    from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import RunDirectory
 
 
 class SubmitError(ClusterDDPError):
@@ -112,6 +112,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
     SubmitError
         The run was cancelled.
     """
+    from cluster_ddp.run.errors import to_continue
     from cluster_ddp.run.history import read_history
 
     since = read_history(run).cancels[cancels:]
@@ -126,7 +127,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
             job = f"; Slurm job {job_id} may still wait, and ends when it starts ({error})"
     raise SubmitError(
         f"run {run.id} was cancelled by {since[-1].get('by')} while it was being submitted{job}.\n"
-        f"To continue it: cluster-ddp resume {run.path}"
+        f"{to_continue(run.path)}"
     )
 
 

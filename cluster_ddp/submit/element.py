@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.errors import ElementWithdrawn, RunError
+from cluster_ddp.run.errors import ElementWithdrawn, RunError, to_continue
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.storage import Storage
@@ -41,8 +41,8 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
     run = sweep.run(element)
     if job is not None and job.partition("_")[0] in read_sweep(sweep).withdrawn:
         raise ElementWithdrawn(
-            f"sweep {sweep.id} was stopped or cancelled before this start of its element {element.name}.\nTo "
-            f"continue it: cluster-ddp resume {sweep.id}"
+            f"sweep {sweep.id} was stopped or cancelled before this start of its element {element.name}.\n"
+            f"{to_continue(sweep.id)}"
         )
     if not run.exists():
         _make(sweep, element, via)

@@ -28,12 +28,12 @@ from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.printing import one_line, say
-from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, request_resume
+from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, refuse_alive, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_complete
-from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.errors import RunEnded, resume_command
 from cluster_ddp.run.events import (
     NODE_FAILED,
     NODE_FINISHED,
@@ -191,7 +191,7 @@ def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
         _refuse_other_job(run, start.spec)
     seen = read_history(run)
     refuse_complete(seen)
-    _refuse_alive(seen)
+    _make_sure_it_is_over(seen)
     _warn_of_address(start)  # before it waits for the others
     attempt, start = _meet(start, seen)
     if start.node == 0:
@@ -291,9 +291,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
     run.refuse_links()
     via = read_record(run).via
     if via != LAUNCH:
-        raise SubmitError(
-            f"{run.path} is a run that was started by {via}: continue it with cluster-ddp resume {run.id}"
-        )
+        raise SubmitError(f"{run.path} is a run that was started by {via}: continue it with {resume_command(run.id)}")
     there, here = _flat(load_resolved(run.job_file).model_dump()), _flat(spec.model_dump())
     differing = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
     if differing:
@@ -315,7 +313,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _refuse_alive(seen: History) -> None:
+def _make_sure_it_is_over(seen: History) -> None:
     last = seen.last
     if last is None:
         return
@@ -323,12 +321,7 @@ def _refuse_alive(seen: History) -> None:
     if alive is None:
         say(f"checking whether attempt {last.number} of {seen.run.id} is still alive elsewhere")
         alive = gives_sign_of_life(seen.run.attempt(last.number), last.nodes or 1)
-    if alive:
-        host = one_line(last.process.host) if last.process else "an unknown host"
-        raise RunAlive(
-            f"run {seen.run.id} is alive: attempt {last.number}, started on {host}. Stop it first: cluster-ddp stop "
-            f"{seen.run.path}"
-        )
+    refuse_alive(seen, last, alive)
 
 
 def _refuse_cancelled(seen: History) -> None:

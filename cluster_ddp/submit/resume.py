@@ -67,7 +67,7 @@ def plan_resume(
     """
     from cluster_ddp.job import load_run_job
 
-    _refuse_alive(run, status)
+    _refuse_unless_over(run, status)
     record = status.record or read_record(run)
     here = record.via == LOCAL
     size = {} if here else {"slurm.nodes": nodes, "launch.procs_per_node": procs}
@@ -144,7 +144,7 @@ def _again(run: RunDirectory) -> str:
     )
 
 
-def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
+def _refuse_unless_over(run: RunDirectory, status: RunStatus) -> None:
     in_queue = status.state in (RunState.PENDING, RunState.REQUEUED) and status.slurm_job_id is not None
     if status.state is RunState.HELD:
         raise SubmitError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.errors import RunError, to_continue
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import know
@@ -222,7 +222,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
     cancel_job(job_id)
     raise RunError(
         f"sweep {sweep.id} was stopped or cancelled while it was being submitted; its Slurm job {job_id} has been "
-        f"taken back out of the queue.\nTo continue it: cluster-ddp resume {sweep.id}"
+        f"taken back out of the queue.\n{to_continue(sweep.id)}"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_stage import Call
+from failure_causes import with_cause
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.attempt import begin_attempt
@@ -63,7 +64,10 @@ def test_the_error_of_the_rank_that_failed_first(call: Call, run: RunDirectory) 
     )
     for rank, error in ((2, lost), (1, cause), (0, lost)):
         events.write(
-            "rank-failed", attempt=0, rank=rank, host="n1", step=8, error=error, log=str(attempt.log_file(rank // 2))
+            "rank-failed",
+            attempt=0,
+            **with_cause("rank-failed", {"rank": rank, "host": "n1", "step": 8, "error": error}),
+            log=str(attempt.log_file(rank // 2)),
         )
     begin(run)  # has no failures of its own
     said = call("logs", "digits", "--errors")

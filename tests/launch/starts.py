@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_builders import with_cause
+from failure_causes import with_cause
 
 from cluster_ddp.launch import attempt as attempt_module
 from cluster_ddp.run.attempt import begin_attempt

@@ -167,7 +167,11 @@ def test_what_judging_needs_is_loaded_while_the_step_runs(tmp_path: Path) -> Non
     """Between SIGTERM and SIGKILL there may be 5 s, on a machine that is busy with the save."""
     spec = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
     run = create_run(spec, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
-    environment = {**os.environ, "PYTHONPATH": f"{PROJECT}:{Path(__file__).parent}", "PATH": "/nowhere"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{PROJECT}:{Path(__file__).parent}:{PROJECT}/tests/run",
+        "PATH": "/nowhere",
+    }
     done = subprocess.run(
         [sys.executable, "-c", _ONE_LIFE, str(run.path)],
         env=environment,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failure_causes import with_cause
 from hostile_runs import Commands, make_bad_run, make_neighbour
-from run_builders import job, with_cause
+from run_builders import job
 
 from cluster_ddp.cli import app
 from cluster_ddp.run.directory import RunDirectory

@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster_ddp.job import JobSpec, dump_resolved
 from cluster_ddp.run.attempt import begin_attempt
-from cluster_ddp.run.causes import cause_of_message, cause_of_signal
 from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.status import describe
@@ -24,14 +23,6 @@ def limited(run: RunDirectory, **limits: int) -> RunDirectory:
     """Give the run's job file other limits for requeues."""
     run.job_file.write_text(dump_resolved(job(requeue=limits)))
     return run
-
-
-def with_cause(event: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a failure with its cause, as ranks and node programs record it, unless the test gives it."""
-    error, killed = str(fields.get("error") or ""), fields.get("signal")
-    if event not in ("failed", "rank-failed") or "cause" in fields or not (error or killed):
-        return fields
-    return {**fields, "cause": (cause_of_signal(killed, error) if killed else cause_of_message(error)).value}
 
 
 def begin(run: RunDirectory, **changes: Any) -> AttemptDirectory:

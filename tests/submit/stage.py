@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from failure_causes import with_cause
+
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
@@ -92,7 +94,7 @@ FOR_EVER = "sleep 3600"  # what waits for it has no end before PATIENCE has
 
 def event(name: str, *, attempt: int = 0, **fields: Any) -> str:
     """The line of bash by which training records an event."""
-    known = json.dumps({"event": name, "attempt": attempt, **fields})[1:-1]
+    known = json.dumps({"event": name, "attempt": attempt, **with_cause(name, fields)})[1:-1]
     return f"""printf '{{"time": %s, %s}}\\n' "$(date +%s)" '{known}' >>"$run/events/rank-0.jsonl\""""
 
 

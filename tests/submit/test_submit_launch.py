@@ -138,7 +138,7 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
     status, _, err = finish(
         call(*launch(1, *master, job=job))
     )  # from a third machine, while the run lives on those two
-    assert status == 2 and f"is alive: attempt {losses}, started on first" in err
+    assert status == 2 and f"is alive: attempt {losses} on host first" in err
     assert finish(call("stop", str(run.path)))[0] == 0
     assert [finish(node)[0] for node in nodes] == [5, 5]
     status, _, err = finish(call("resume", str(run.path)))

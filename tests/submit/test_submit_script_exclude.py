@@ -10,6 +10,7 @@ from stage import CANCELLED, DONE, TAKEN_BACK, Stage, event
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import to_continue
 from cluster_ddp.run.events import COMPLETED, NODE_LOST, WARNING, EventWriter, read_events
 from cluster_ddp.run.record import add_slurm_job
 
@@ -196,7 +197,7 @@ def test_a_refused_requeue_at_the_start_says_what_to_do(restarted: Stage) -> Non
     assert restart(restarted, 2) == 1
     assert restarted.requeues() == ["77"] * 3
     assert not restarted.calls("srun")
-    assert f"cluster-ddp resume {restarted.run}" in restarted.output
+    assert to_continue(restarted.run) in restarted.output
 
 
 def test_a_job_that_slurm_takes_back_meanwhile_is_not_requeued_a_second_time(restarted: Stage) -> None:
