@@ -4,7 +4,8 @@ Nothing here imports torch: the node program stays small and starts quickly; onl
 
 On the batch host
     keeper, batch_host                    sees one start of the job through; the machine it runs on
-    attempt, judging, notice              beginning an attempt, deciding what follows it; notifying the user
+    beginning, patience                   beginning an attempt, and waiting for storage that fails
+    deciding, script_outcome, notice      what follows an attempt; how a script ended; notifying the user
     job_step, running_job_step,           srun's job step: its command, how it runs, what it prints
     job_step_output
     allocation, end_of_job, queueing      what Slurm says about the job, how it ends, how it is requeued

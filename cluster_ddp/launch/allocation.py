@@ -82,7 +82,7 @@ class Allocation(Protocol):
     def missing_command(self) -> str | None:
         """Describe the command that is needed to query Slurm but cannot be found here; None if it can."""
 
-    def queue_again(self) -> None:
+    def requeue(self) -> None:
         """Requeue the job; may not return. Raises `SlurmRefused` and `SlurmError` as Slurm's commands do."""
 
     def stay_ended(self, *, unwanted: bool) -> None:
@@ -195,7 +195,7 @@ class SlurmAllocation:
         return f"scontrol is not on PATH on {host_name()}: a line of launch.setup may have taken it off (module purge)"
 
     @_unharmed()
-    def queue_again(self) -> None:
+    def requeue(self) -> None:
         requeue_job(self._start.task, self._start.partition)
 
     @_unharmed()

@@ -26,16 +26,17 @@ from typing import TypeVar
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
-from cluster_ddp.launch.attempt import begin, patiently, storage_error
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid
 from cluster_ddp.launch.batch_host import BatchHost, say
+from cluster_ddp.launch.beginning import begin
+from cluster_ddp.launch.deciding import DECIDE_SECONDS, AttemptDecision, Decider, KeptStart, job_action_for
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import leaves_port_open, with_attempt
-from cluster_ddp.launch.judging import DECIDE_SECONDS, Judge, KeptStart, Verdict, what_follows
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
+from cluster_ddp.launch.patience import patiently, storage_error
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
-from cluster_ddp.launch.queueing import RequeueFailed, queue_again
+from cluster_ddp.launch.queueing import RequeueFailed, requeue
 from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
@@ -99,7 +100,7 @@ class Keeper:
         except ClusterDDPError:
             self._stay_ended()
             raise
-        if kept.follows != "start again":
+        if kept.job_action != "requeue":
             self._stay_ended()
         return kept
 
@@ -112,8 +113,8 @@ class Keeper:
     def _keep(self) -> KeptStart:
         self._end.listen()
         bad = self._patiently(self._bad_hosts)
-        if bad and self._leaves(bad):
-            return self._start_again(None, bad, "hosts that failed more than once")
+        if bad and self._avoids(bad):
+            return self._requeue(None, bad, "hosts that failed more than once")
         attempt = None if bad is None else self._patiently(self._begin)
         if attempt is None:
             return self._give_up()
@@ -125,8 +126,10 @@ class Keeper:
             why = "a newer attempt has begun: what this one did after that does not count"
             return KeptStart("end", "stop", why)
         self._end.find_out_why(self._say_delayed)
-        judge = Judge(attempt, self._allocation, self._host, self._end, host_name=self._host_name, writer=self._writer)
-        return self._act_on(attempt, judge.judge(storage_answers=self._storage_answers))
+        decider = Decider(
+            attempt, self._allocation, self._host, self._end, host_name=self._host_name, writer=self._writer
+        )
+        return self._act_on(attempt, decider.decide(storage_answers=self._storage_answers))
 
     # -- the beginning -------------------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class Keeper:
         start = self._allocation.start
         return hosts_to_avoid(self._run, start) if start is not None else []
 
-    def _leaves(self, bad: Sequence[str]) -> bool:
+    def _avoids(self, bad: Sequence[str]) -> bool:
         """Whether this allocation is given back before anything is trained on it, because of these bad hosts."""
         names = " ".join(bad)
         if not self._allocation.has_enough_others(bad):
@@ -174,10 +177,10 @@ class Keeper:
         self._gave_up = True
         if self._end.reason is not None:
             self._end.find_out_why(self._say_delayed)
-            return self._start_again(None, [], "the job is ended before its attempt could begin")
+            return self._requeue(None, [], "the job is ended before its attempt could begin")
         why = f"the attempt could not begin: storage does not respond on {self._host_name}"
         say(f"{why}: starting again, elsewhere if possible")
-        return self._start_again(None, [self._host_name], why)
+        return self._requeue(None, [self._host_name], why)
 
     # -- the job step --------------------------------------------------------------------------------------------------
 
@@ -228,26 +231,26 @@ class Keeper:
 
     # -- done, failed or requeued? -------------------------------------------------------------------------------------
 
-    def _act_on(self, attempt: AttemptDirectory, verdict: Verdict) -> KeptStart:
-        follows = what_follows(verdict.action, reason=self._end.reason, cannot_decide=verdict.cannot_decide)
+    def _act_on(self, attempt: AttemptDirectory, decided: AttemptDecision) -> KeptStart:
+        job_action = job_action_for(decided.action, reason=self._end.reason, cannot_decide=decided.cannot_decide)
         ending = f" ({self._end.reason})" if self._end.reason else ""
-        say(f"attempt {attempt.number} ends: {verdict.action or follows}{ending}: {verdict.why}")
-        if follows == "start again":
-            return self._start_again(attempt, verdict.bad, verdict.why)
-        if verdict.decision is not None:
-            self._record(attempt, verdict.decision)
-            if (link := verdict.decision.continued_by) is not None:
-                self._leave(verdict.bad, link)  # which passes them on, should it end early as well
-        elif follows == "fail":
-            self._write(REQUEUE_FAILED, reason=verdict.why)
-        return KeptStart(follows, verdict.action or "fail", verdict.why)
+        say(f"attempt {attempt.number} ends: {decided.action or job_action}{ending}: {decided.why}")
+        if job_action == "requeue":
+            return self._requeue(attempt, decided.bad_hosts, decided.why)
+        if decided.decision is not None:
+            self._record(attempt, decided.decision)
+            if (link := decided.decision.continued_by) is not None:
+                self._exclude(decided.bad_hosts, link)  # which passes them on, should it end early as well
+        elif job_action == "fail":
+            self._write(REQUEUE_FAILED, reason=decided.why)
+        return KeptStart(job_action, decided.action or "fail", decided.why)
 
-    def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
+    def _requeue(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
         """Requeue the job, and only then record it: an event states what was accepted, not what was intended."""
         try:
             queued = not self._end.unwanted() and (
                 self._end.reason in (REQUEUED, NODE_FAILURE)  # Slurm has already requeued it
-                or queue_again(
+                or requeue(
                     self._allocation,
                     known=self._why_it_ends,
                     until=self._end.give_up_at,
@@ -259,7 +262,7 @@ class Keeper:
             )
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
-            self._leave_to_chain(bad)
+            self._exclude_from_chain(bad)
             raise RequeueFailed(f"{error}\n{to_continue(self._run.path)}") from error
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
@@ -270,19 +273,19 @@ class Keeper:
             return KeptStart("end", "stop", "its owner has ended it meanwhile")
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
-        self._leave(bad)
-        return KeptStart("start again", "requeue", why)
+        self._exclude(bad)
+        return KeptStart("requeue", "requeue", why)
 
-    def _leave_to_chain(self, bad: list[str]) -> None:
+    def _exclude_from_chain(self, bad: list[str]) -> None:
         """Exclude bad hosts from the next job of the chain, as far as storage tells which that is."""
         start = self._allocation.start
         if not bad or start is None:
             return
         link = self._host.within(_RECORD_SECONDS, lambda: next_of_chain(self._run, start.task))
         if link is not None:
-            self._leave(bad, link)
+            self._exclude(bad, link)
 
-    def _leave(self, bad: list[str], link: str | None = None) -> None:
+    def _exclude(self, bad: list[str], link: str | None = None) -> None:
         """Exclude bad hosts from the job's further starts, or from the next job of its chain."""
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad, link):
             names, further = " ".join(bad), f"Slurm job {link}" if link else "further starts of this job"
@@ -371,7 +374,7 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(error, 1)
     except ClusterDDPError as error:
         return _refuse(error, error.exit_status)
-    return exit_statuses.RUN_FAILED if kept.follows == "fail" else 0
+    return exit_statuses.RUN_FAILED if kept.job_action == "fail" else 0
 
 
 def _refuse(error: ClusterDDPError, status: int) -> int:

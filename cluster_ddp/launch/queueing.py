@@ -31,7 +31,7 @@ class RequeueFailed(ClusterDDPError):
     """The job could not be requeued."""
 
 
-def queue_again(
+def requeue(
     allocation: Allocation,
     *,
     known: Callable[[], str | None],
@@ -76,7 +76,7 @@ def queue_again(
             refusals, said = refusals + 1, missing  # the command may be away with its storage for a moment
         elif now is not None or why not in _UNSURE:
             try:
-                allocation.queue_again()
+                allocation.requeue()
             except SlurmRefused as error:
                 refusals, said = refusals + 1, str(error)
             except SlurmError as error:

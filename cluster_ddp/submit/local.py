@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
-from cluster_ddp.launch.attempt import speak_for_script
 from cluster_ddp.launch.environment import busy_beside, omp_threads
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
+from cluster_ddp.launch.script_outcome import record_script_outcome
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
@@ -172,7 +172,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
             f"{run.path} is gone: it was removed or renamed, or its storage is unavailable. The training has ended.\n"
             "To continue from what was saved, wherever the directory is now: cluster-ddp resume DIRECTORY"
         )
-    speak_for_script(attempt, EventWriter(run, login_writer()))
+    record_script_outcome(attempt, EventWriter(run, login_writer()))
     not_noted = conclude(attempt)
     give_notice(run, writer=login_writer())
     status = describe(run, None)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
-from cluster_ddp.launch.attempt import speak_for_script
 from cluster_ddp.launch.lost_nodes import record_silent_node
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port, is_free
+from cluster_ddp.launch.script_outcome import record_script_outcome
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes, gives_sign_of_life
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
@@ -228,7 +228,7 @@ def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
     hosts = {event.get("node"): event.get("host") for event in started}
     for node in others.lost:
         record_silent_node(attempt, writer, node, hosts.get(node))
-    speak_for_script(attempt, writer)
+    record_script_outcome(attempt, writer)
     if not_noted := conclude(attempt):
         say(not_noted)
     give_notice(attempt.run, writer=login_writer())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cluster_ddp.job import JobSpec
     from cluster_ddp.launch.allocation import Allocation
-    from cluster_ddp.launch.judging import KeptStart
+    from cluster_ddp.launch.deciding import KeptStart
     from cluster_ddp.slurm.start import SlurmStart
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
@@ -69,9 +69,9 @@ class SubmititJob:
             if error.state is RunState.COMPLETED:
                 return "done"
             raise
-        if kept.follows == "start again":
+        if kept.job_action == "requeue":
             sys.exit(0)
-        if kept.follows == "fail":
+        if kept.job_action == "fail":
             raise SubmititRunFailed(f"run {Path(self.run_directory).name}: {kept.action}: {kept.why}")
         return kept.action
 
@@ -163,7 +163,7 @@ class _ThisMachine:
     def missing_command(self) -> None:
         """See `Allocation`: no command is needed here."""
 
-    def queue_again(self) -> NoReturn:
+    def requeue(self) -> NoReturn:
         self._requeue(int(self._warning), None)
 
     def stay_ended(self, *, unwanted: bool) -> None:

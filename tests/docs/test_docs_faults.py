@@ -9,7 +9,7 @@ from fault_page import VERSIONS, page_with, read_results, table
 from fault_rows import ROWS
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.attempt import PASSING_SECONDS, ROOM_SECONDS
+from cluster_ddp.launch.patience import PASSING_SECONDS, ROOM_SECONDS
 from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.stopping import SHORT_GRACE_SECONDS
 from cluster_ddp.launch.watchdog import SHORTEST_LEARNED

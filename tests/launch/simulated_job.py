@@ -16,7 +16,7 @@ from simulated_world import KILL_WAIT, World
 from starts import start
 
 from cluster_ddp.launch.batch_host import BatchHost, News, Signal
-from cluster_ddp.launch.judging import KeptStart
+from cluster_ddp.launch.deciding import KeptStart
 from cluster_ddp.launch.keeper import Keeper
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -88,7 +88,7 @@ class SimulatedAllocation:
     def missing_command(self) -> None:
         """It is there."""
 
-    def queue_again(self) -> None:
+    def requeue(self) -> None:
         self._host.sleep(self._world.life.latency)
         fate = self._world.requeues.pop(0) if self._world.requeues else "ok"
         if fate == "away":

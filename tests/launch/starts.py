@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from failure_causes import with_cause
 
-from cluster_ddp.launch import attempt as attempt_module
+from cluster_ddp.launch import beginning
+from cluster_ddp.launch.deciding import decide_after
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.decision import Decision, record_decision
@@ -40,12 +41,12 @@ def attempts(run: RunDirectory, count: int) -> None:
 
 def begin(run: RunDirectory, *, job: str = "77", restart: int = 0) -> int:
     """Begin an attempt as this process; its number."""
-    return attempt_module.begin(run, start(job, restart), pid=os.getpid()).number
+    return beginning.begin(run, start(job, restart), pid=os.getpid()).number
 
 
 def end(run: RunDirectory, number: int, *, restart: int = 0) -> Decision:
     attempt = run.attempt(number)
-    decision = attempt_module.decide_after(attempt, start(restart=restart), writer="test")
+    decision = decide_after(attempt, start(restart=restart), writer="test")
     record_decision(attempt, decision, writer="test")
     return decision
 

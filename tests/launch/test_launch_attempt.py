@@ -12,10 +12,11 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch import attempt
-from cluster_ddp.launch.attempt import begin as begin_start
-from cluster_ddp.launch.attempt import decide_after, patiently
+from cluster_ddp.launch import beginning
 from cluster_ddp.launch.batch_host import BatchHost
+from cluster_ddp.launch.beginning import begin as begin_start
+from cluster_ddp.launch.deciding import decide_after
+from cluster_ddp.launch.patience import patiently
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -155,8 +156,8 @@ def test_slurm_is_asked_again_while_its_controller_is_away(
     asked = tmp_path / "asked"
     away = f"echo >>{asked}; [ $(wc -l <{asked}) -gt 3 ] || {{ echo 'squeue: error: Connection refused' >&2; exit 1; }}"
     stand_in(tmp_path, monkeypatch, squeue=f"{away}\necho '76|76|NODE_FAIL||None|'")
-    monkeypatch.setattr(attempt, "_ASK_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(attempt, "_NO_ANSWER_SECONDS", patience)
+    monkeypatch.setattr(beginning, "_ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(beginning, "_NO_ANSWER_SECONDS", patience)
     if patience:
         assert begin(run) == 1
     else:

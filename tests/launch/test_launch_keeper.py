@@ -17,26 +17,27 @@ from starts import start
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.allocation import SlurmAllocation
 from cluster_ddp.launch.batch_host import BatchHost
+from cluster_ddp.launch.deciding import job_action_for
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import with_attempt
-from cluster_ddp.launch.judging import what_follows
+from cluster_ddp.run.decision import Action
 from cluster_ddp.run.runs import create_run
 
 PROJECT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("action", "reason", "cannot_decide", "follows"),
+    ("action", "reason", "cannot_decide", "job_action"),
     [
         ("done", None, False, "end"),
         ("done", "preemption", True, "end"),
         ("stop", "cancel", False, "end"),
         ("stop", "terminated", False, "end"),
-        ("requeue", None, False, "start again"),
-        ("requeue", "time-limit", False, "start again"),
-        ("requeue", "requeued", True, "start again"),
+        ("requeue", None, False, "requeue"),
+        ("requeue", "time-limit", False, "requeue"),
+        ("requeue", "requeued", True, "requeue"),
         ("requeue", "cancel", False, "end"),
-        (None, "time-limit", True, "start again"),
+        (None, "time-limit", True, "requeue"),
         (None, "cancel", True, "end"),
         (None, None, False, "fail"),
         ("fail", None, False, "fail"),
@@ -44,8 +45,8 @@ PROJECT = Path(__file__).parents[2]
         ("stall", "preemption", False, "fail"),
     ],
 )
-def test_what_follows(action: str | None, reason: str | None, cannot_decide: bool, follows: str) -> None:
-    assert what_follows(action, reason=reason, cannot_decide=cannot_decide) == follows
+def test_the_job_action(action: Action | None, reason: str | None, cannot_decide: bool, job_action: str) -> None:
+    assert job_action_for(action, reason=reason, cannot_decide=cannot_decide) == job_action
 
 
 def test_a_keeper_that_gets_no_more_threads_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ def test_the_keeper_starts_quickly_since_it_loads_little() -> None:
     assert done.stdout == "\n"
 
 
-def test_what_judging_needs_is_loaded_while_the_step_runs(tmp_path: Path) -> None:
+def test_what_deciding_needs_is_loaded_while_the_step_runs(tmp_path: Path) -> None:
     """Between SIGTERM and SIGKILL there may be 5 s, on a machine that is busy with the save."""
     spec = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
     run = create_run(spec, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")

@@ -14,7 +14,7 @@ from story import SPEC
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch import keeper
-from cluster_ddp.launch.attempt import ROOM_SECONDS
+from cluster_ddp.launch.patience import ROOM_SECONDS
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
@@ -50,7 +50,7 @@ def test_storage_that_hangs_as_an_attempt_begins_is_told_and_left(
     monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad, link: bool(left.extend(bad) or left))
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life())
     kept = live(world)
-    assert kept is not None and kept.follows == "start again" and world.queued
+    assert kept is not None and kept.job_action == "requeue" and world.queued
     assert left == [socket.gethostname()]
     assert ROOM_SECONDS <= world.now < ROOM_SECONDS + 120
     words = capsys.readouterr().err

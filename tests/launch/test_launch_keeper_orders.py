@@ -220,5 +220,5 @@ def test_an_end_that_a_person_wants_is_not_waited_out_while_the_requeue_fails(
     life = Life(((at, word),), training="crashes", lasts=10, requeues=("away",) * 9)
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
     kept = live(world)
-    assert kept is not None and kept.follows == "end" and not world.queued
+    assert kept is not None and kept.job_action == "end" and not world.queued
     assert world.now <= at + 9 + 1, "one call of scontrol, and a look"

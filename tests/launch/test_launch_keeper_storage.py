@@ -261,7 +261,7 @@ def test_a_batch_host_that_loses_the_run_directory_is_left(fast_disk: Path, monk
     monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad, link: bool(left.extend(bad) or left))
     world = World(run, 0, Life(lasts=10))
     kept = live(world)
-    assert kept is not None and kept.follows == "start again" and world.queued
+    assert kept is not None and kept.job_action == "requeue" and world.queued
     assert left == [socket.gethostname()]
 
 
@@ -336,5 +336,5 @@ def test_events_that_cannot_be_read_for_a_while_are_waited_for(
     kept = live(world)
     assert not world.queued and kept is not None
     monkeypatch.undo()
-    assert kept.follows == ("end" if state == "COMPLETED" else "fail")
+    assert kept.job_action == ("end" if state == "COMPLETED" else "fail")
     assert state == "COMPLETED" or "rank-0.jsonl cannot be read: Stale file handle" in kept.why

@@ -1,27 +1,37 @@
-"""Judging an attempt that has ended: what follows it, in the time that storage and the job's end leave for that."""
+"""Deciding what follows an attempt that has ended, in the time that storage and the end of the job leave for that.
+
+The *decision* is about the run, which is done, or is to be requeued, stopped, failed or stalled: it is made from the
+run's records, by `cluster_ddp.run.decision`. The *job action* is what this start of the job does then: end, requeue or
+fail.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from cluster_ddp.launch.allocation import Allocation
-from cluster_ddp.launch.attempt import PASSING_SECONDS, decide_after, storage_error
 from cluster_ddp.launch.bad_hosts import suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
-from cluster_ddp.run.decision import Decision
+from cluster_ddp.launch.lost_nodes import record_lost_nodes
+from cluster_ddp.launch.patience import PASSING_SECONDS, storage_error
+from cluster_ddp.launch.script_outcome import record_script_outcome
+from cluster_ddp.run.decision import Action, Decision, decide
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import read_history
 from cluster_ddp.slurm.job_info import CANCEL
+from cluster_ddp.slurm.start import SlurmStart
 
 DECIDE_SECONDS = 60.0
 _HURRIED_SECONDS = 2.0
 _RETRY_SECONDS = 1.0
 _UNDECIDED = "what follows could not be decided"
 
-Follows = Literal["end", "start again", "fail"]
+JobAction = Literal["end", "requeue", "fail"]
 
 
 @dataclass(frozen=True)
@@ -30,22 +40,22 @@ class KeptStart:
 
     Attributes
     ----------
-    follows
-        end: the job is over, as intended. start again: it is requeued. fail: it is over, and has failed.
+    job_action
+        end: the job is over, as intended. requeue: it is requeued. fail: it is over, and has failed.
     action
-        What was decided about the run: done, stop, requeue, fail or stall.
+        The decision about the run: done, stop, requeue, fail or stall.
     why
         The reason, in plain words.
     """
 
-    follows: Follows
-    action: str
+    job_action: JobAction
+    action: Action
     why: str
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found about an attempt that has ended.
+class AttemptDecision:
+    """What could be decided about an attempt that has ended.
 
     Attributes
     ----------
@@ -53,7 +63,7 @@ class Verdict:
         What the run's records ask for; None if it could not be found out.
     why
         The reason for the decision, or that there is none, in plain words.
-    bad
+    bad_hosts
         Hosts to avoid.
     cannot_decide
         Whether SIGKILL is near, this host has lost the run directory, or its storage does not respond. A start that
@@ -62,15 +72,15 @@ class Verdict:
 
     decision: Decision | None
     why: str
-    bad: list[str]
+    bad_hosts: list[str]
     cannot_decide: bool
 
     @property
-    def action(self) -> str | None:
+    def action(self) -> Action | None:
         return self.decision.action if self.decision else None
 
 
-def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool) -> Follows:
+def job_action_for(action: Action | None, *, reason: str | None, cannot_decide: bool) -> JobAction:
     """Determine what happens to the job, given the decision about the run.
 
     Parameters
@@ -80,17 +90,36 @@ def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool)
     reason
         Why Slurm ends the job; None if it does not.
     cannot_decide
-        See `Verdict`.
+        See `AttemptDecision`.
     """
     if action in ("done", "stop"):
         return "end"
     if action == "requeue" or (action is None and cannot_decide):
-        return "end" if reason == CANCEL else "start again"  # the owner wanted it to end
+        return "end" if reason == CANCEL else "requeue"  # the owner wanted it to end
     return "fail"
 
 
-class Judge:
-    """Judges an attempt on the batch host.
+def decide_after(
+    attempt: AttemptDirectory, start: SlurmStart | None, *, job_goes_on: Callable[[], bool] | None = None, writer: str
+) -> Decision:
+    """Decide what follows an attempt whose processes have ended. Records why it ended, but not the decision.
+
+    Parameters
+    ----------
+    job_goes_on
+        See `cluster_ddp.run.decision.decide`.
+    writer
+        The name under which this process writes events.
+    """
+    events = EventWriter(attempt.run, writer)
+    record_script_outcome(attempt, events)
+    if start is not None:
+        record_lost_nodes(read_history(attempt.run), attempt, events)
+    return decide(attempt.run, attempt, job_goes_on=job_goes_on)
+
+
+class Decider:
+    """Decides about an attempt on the batch host.
 
     Parameters
     ----------
@@ -118,8 +147,8 @@ class Judge:
         self._writer = writer
         self._given_up = False
 
-    def judge(self, *, storage_answers: bool) -> Verdict:
-        """Find out what follows.
+    def decide(self, *, storage_answers: bool) -> AttemptDecision:
+        """Decide what follows, as far as this host can.
 
         Parameters
         ----------
@@ -129,14 +158,14 @@ class Judge:
         found = self._within_time() if storage_answers else None
         self._given_up = True
         if found is None and self._end.out_of_time():
-            return Verdict(None, f"{_UNDECIDED} before Slurm kills the job", [], cannot_decide=True)
+            return AttemptDecision(None, f"{_UNDECIDED} before Slurm kills the job", [], cannot_decide=True)
         if found is None:
             why = f"{_UNDECIDED}: storage does not respond on {self._host_name}"
-            return Verdict(None, why, [], cannot_decide=True)
+            return AttemptDecision(None, why, [], cannot_decide=True)
         decision, why, bad = found
         lost = [self._host_name] if self._has_lost_run() else []
         bad = [*bad, *(host for host in lost if host not in bad)]
-        return Verdict(decision, why, bad, cannot_decide=self._end.out_of_time() or bool(lost))
+        return AttemptDecision(decision, why, bad, cannot_decide=self._end.out_of_time() or bool(lost))
 
     def _within_time(self) -> tuple[Decision | None, str, list[str]] | None:
         least = 0.0 if self._host.waits_for_storage else _HURRIED_SECONDS
@@ -154,7 +183,7 @@ class Judge:
                 bad = suspects(read_history(attempt.run), attempt.number) if goes_on else []
                 return decision, decision.why, bad
             except Exception as error:  # such an error would recur, unlike storage that does not respond
-                if self._given_up:  # what follows has been said
+                if self._given_up:  # the keeper goes on without an answer
                     return None, _UNDECIDED, []
                 if storage_error(error) is None or self._host.now() > until:
                     say(f"cannot decide what follows attempt {attempt.number}: {error}")
