@@ -15,6 +15,7 @@ On each node
     node, program, reaper, report         the node program, the cleanup after it, the report of its environment
     agent, agent_failure, start_torchrun, torchrun's agent: its command line, its environment, why it gave up
     torchrun, environment, variables
+    node_failures                         what this node records of that, and of nodes that never came
     address, ports, rendezvous            where the agents meet
     ranks, processes, exits, failures     the ranks: finding them, and how they failed
     heartbeat, watchdog, hang_dump        what they are doing, and what is kept when they hang

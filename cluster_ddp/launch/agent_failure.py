@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.reading import read_json_object
 
-HAVE_MET = "nodes have met"  # in an agent's message if it would train with fewer nodes, after how many of how many
-HAVE_COME = "nodes that came: "  # in the message of an agent that the others did not all reach in time
-
+_MEETING = "meeting.json"
 _MAX_WORDS = 400
 _SHARED = "has to be the same and writable on every node (runs_dir)"
 _LOG_LINES = 200
 _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
 # torchrun's own summaries of an error that is printed above them.
 _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
-_CAME = re.compile(rf"{HAVE_COME}([\w., -]+)")
 TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
 MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the meeting of the agents failed. The agent records it, as its log is meant for people."""
+
+    came: tuple[str, ...] = ()  # the hosts whose agents met in time, if others did not
+    too_few: bool = False  # whether the agent met too few others, and would have trained in a smaller world
+
+    def record(self, log_dir: Path) -> None:
+        """Write it to the agent's log folder, for the node program."""
+        with contextlib.suppress(OSError):
+            (log_dir / _MEETING).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, log_dir: Path) -> Meeting:
+        """Read what the agent has recorded; by default, nothing has failed."""
+        found = read_json_object(log_dir / _MEETING) or {}
+        came = found.get("came")
+        return cls(tuple(map(str, came)) if isinstance(came, list) else (), found.get("too_few") is True)
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,7 @@ class AgentFailure:
 
 def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: float) -> AgentFailure:
     """Find the reason at the end of an agent's log."""
-    lines = last_lines(log, _LOG_LINES)
+    lines, meeting = last_lines(log, _LOG_LINES), Meeting.read(log.parent)
     words, own = _last_error(lines)
     host, _, port = endpoint.rpartition(":")
     everything = "\n".join(lines)
@@ -62,9 +82,9 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             f"firewall lets the nodes reach port {port} there, and whether network.socket_ifname is the interface that "
             "joins them",
             suspect=False,
-            came=frozenset(came[1].split(", ")) if (came := _CAME.search(everything)) else frozenset(),
+            came=frozenset(meeting.came),
         )
-    if HAVE_MET in words:
+    if meeting.too_few:
         return AgentFailure(f"{words}; the others went on without this node, or have failed", suspect=False)
     if status is not None and status < 0 and not own:
         return AgentFailure(f"torchrun was killed by signal {-status} before there were ranks", suspect=True)

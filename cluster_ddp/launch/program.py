@@ -6,17 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from cluster_ddp.job import JobSpec, load_run_job
 from cluster_ddp.launch import hang_dump
 from cluster_ddp.launch.address import LOOPBACK, interface_for_gloo, local_address, wait_for_name
 from cluster_ddp.launch.agent import SURVIVED, Agent
-from cluster_ddp.launch.agent_failure import agent_failure, lost_connection
 from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node_failures import NodeFailures
 from cluster_ddp.launch.processes import is_stopped, kill_all, marked_processes, name_of
 from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput, RankWarnings, Relay
 from cluster_ddp.launch.ranks import LocalRanks
@@ -42,7 +41,6 @@ _WATCHDOG_SECONDS = 1.0
 _NEWER_SECONDS = 2.0
 _STANDSTILL_SECONDS = 5.0
 _NAME_SECONDS = 120.0
-_FIRST_TO_RECORD_SECONDS = 2.0
 _AGENT_LOST_SECONDS = 60.0  # for ranks to save once their agent is gone
 
 
@@ -67,12 +65,9 @@ class NodeProgram:
         spec = job.spec
         for remark in job.remarks:
             say(f"cluster-ddp: {remark}")
-        self._run = run
         self._attempt = run.attempt(attempt)
         self._node_rank = node_rank
         self._host = host_name()
-        self._endpoint = option(command, "--rdzv-endpoint")
-        self._join_timeout = spec.launch.join_timeout
         self._procs = int(option(command, "--nproc-per-node"))
         self._trains_a_task = trains_a_task(command)
         self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
@@ -101,6 +96,14 @@ class NodeProgram:
         )
         warning = signal.Signals[f"SIG{spec.requeue.signal}"]
         self._survives = {*SURVIVED, warning}
+        self._node_failures = NodeFailures(
+            self._attempt,
+            self._events,
+            self._output,
+            node_rank=node_rank,
+            endpoint=option(command, "--rdzv-endpoint"),
+            join_timeout=spec.launch.join_timeout,
+        )
         self._ranks = LocalRanks(self._heartbeat, self._procs)
         self._watchdog = Watchdog(spec.launch.hang_timeout, spec.launch.join_timeout)
         self._stopping = Stopping(
@@ -183,7 +186,7 @@ class NodeProgram:
             return False
         if not self._ranks.living:
             if self._outcome is None and self._stopping.reason is None and agent_status != 0:
-                self._record_lost_connection()
+                self._note_a_lost_connection()
             return True
         if self._outcome is None:
             self._stop_without_agent()
@@ -299,6 +302,16 @@ class NodeProgram:
             self._agent_lost = True
             self._stopping.ask(AGENT_LOST, grace=self._agent_lost_grace)
 
+    def _note_a_lost_connection(self) -> None:
+        """Stop the other nodes, too, if the agent gave up although nothing had failed."""
+
+        def is_asked_to_stop() -> bool:
+            self._stopping.poll()
+            return self._stopping.reason is not None
+
+        if self._node_failures.record_lost_connection(unless=is_asked_to_stop):
+            self._stopping.ask(AGENT_LOST, grace=self._agent_lost_grace)
+
     def _end(self, outcome: str) -> None:
         self._outcome = outcome
         kill_all(self._heartbeat.path, self._agent.pid)
@@ -311,7 +324,7 @@ class NodeProgram:
             clean = agent_status == 0 or self._ranks.all_done() or self._forced_end.has_stopped_script
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
-            self._record_agent_failure(agent_status)
+            self._node_failures.record_agent_failure(agent_status)
         for failure in self._failures.after_work():
             self._warn(f"{failure}; its training was over then, so only what the script does after it is missing")
         status = 0 if self._outcome in (DONE, STOPPED) else 1
@@ -333,64 +346,6 @@ class NodeProgram:
         if self._last_words:
             say(f"cluster-ddp: {self._last_words}")  # the keeper reports the last line
         return status
-
-    def _record_agent_failure(self, agent_status: int | None) -> None:
-        """Record why an agent gave up before there were ranks, which only its log shows."""
-        failure = agent_failure(self._output.folder / AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
-        say(f"cluster-ddp: node {self._host} failed: {failure.error}")
-        missing = self._missing(failure.came)
-        alone = len(missing) > 1 and failure.came == {self._host}
-        # Once another node has failed, its peers lose their connections: by their clocks perhaps even earlier.
-        suspect = (failure.suspect or alone) and not self._suspected_hosts()
-        self._record(events.NODE_FAILED, error=failure.error, suspect=suspect)
-        if not alone and missing:
-            if self._host != min(failure.came):  # which sees the same, and records it unless it has been lost, too
-                time.sleep(_FIRST_TO_RECORD_SECONDS)
-            self._record_missing(missing)
-
-    def _record_missing(self, missing: dict[str, object]) -> None:
-        """Record the nodes that never came to the rendezvous, unless another node has done so."""
-        suspected = self._suspected_hosts()
-        for host, node in missing.items():
-            if host not in suspected:
-                self._events.write(
-                    events.NODE_FAILED,
-                    attempt=self._attempt.number,
-                    node=node,
-                    host=host,
-                    error=f"it has started, but did not come to {self._endpoint} within {self._join_timeout:.0f} s "
-                    "(launch.join_timeout): see its /etc/hosts and DNS, its firewall, and network.socket_ifname",
-                    suspect=True,
-                )
-
-    def _suspected_hosts(self) -> set[object]:
-        return {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
-
-    def _record_lost_connection(self) -> None:
-        """Record that the agent gave up, and ended its ranks, while nothing had failed; tell the other nodes."""
-        exits = self._output.exits
-        if exits.failed or not exits.ended_by_agent:
-            return
-        time.sleep(_FIRST_TO_RECORD_SECONDS)  # what failed elsewhere is the cause, or a stop
-        self._stopping.poll()
-        told = self._of_attempt(events.FAILED, events.RANK_FAILED, events.NODE_FAILED, events.HANG)
-        if told or self._stopping.reason is not None:
-            return
-        why = lost_connection(self._output.folder / AGENT_LOG, self._endpoint)
-        say(f"cluster-ddp: node {self._host} failed: {why}")
-        self._record(events.NODE_FAILED, error=why, suspect=False)
-        self._stopping.ask(AGENT_LOST, grace=self._agent_lost_grace)
-
-    def _missing(self, came: frozenset[str]) -> dict[str, object]:
-        """Return the nodes that have started but are not among those that came, by host."""
-        if not came:
-            return {}
-        started = {str(event["host"]): event["node"] for event in self._of_attempt(events.NODE_STARTED)}
-        return {host: node for host, node in started.items() if host not in came}
-
-    def _of_attempt(self, *names: str) -> list[dict[str, Any]]:
-        found = events.read_events(self._run)
-        return [event for event in found if event["event"] in names and event["attempt"] == self._attempt.number]
 
     def _warn(self, message: str) -> None:
         say(f"cluster-ddp: warning: {message}")

@@ -43,7 +43,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from cluster_ddp.launch.agent_failure import HAVE_COME, HAVE_MET
+from cluster_ddp.launch.agent_failure import Meeting
+from cluster_ddp.launch.torchrun import option
 from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import KEY_BYTES
 from cluster_ddp.run.reading import read_file
@@ -78,8 +79,8 @@ def sign_rendezvous(argv: list[str], key_file: Path) -> None:
     key = read_file(key_file, KEY_BYTES)
     if len(key) < KEY_BYTES:
         raise OSError(errno.EINVAL, f"has {len(key)} bytes, and a key has {KEY_BYTES}", str(key_file))
-    signer = Signer(key)
-    rendezvous_handler_registry.register(SIGNED, lambda parameters: make_rendezvous(parameters, signer))
+    signer, log_dir = Signer(key), Path(option(argv, "--log-dir"))
+    rendezvous_handler_registry.register(SIGNED, lambda parameters: make_rendezvous(parameters, signer, log_dir))
     argv[argv.index("--rdzv-backend=c10d")] = f"--rdzv-backend={SIGNED}"
     # torch would make a store for the ranks that listens on all addresses; `Rendezvous` makes one that does not.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -144,6 +145,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     signer: Signer
     address: str
+    log_dir: Path
     agents_store: TCPStore
     _ranks_store: TCPStore | None = None
 
@@ -158,10 +160,13 @@ class Rendezvous(DynamicRendezvousHandler):
             info = super().next_rendezvous()
         except RendezvousTimeoutError:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                raise RendezvousTimeoutError(f"{HAVE_COME}{self._who_came()}") from None
+                came = self._who_came()
+                Meeting(came=came).record(self.log_dir)
+                raise RendezvousTimeoutError(f"nodes that came: {', '.join(came)}") from None
             raise
         if info.world_size != self.settings.min_nodes:
-            raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} {HAVE_MET}")
+            Meeting(too_few=True).record(self.log_dir)
+            raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} nodes have met")
         if info.rank == 0:
             self._ranks_store = None  # closes the previous one
             self._ranks_store = store = _listening_store(self.address, 0)
@@ -170,16 +175,20 @@ class Rendezvous(DynamicRendezvousHandler):
         address, port = told.decode().split(" ")
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
-    def _who_came(self) -> str:
+    def _who_came(self) -> tuple[str, ...]:
         store = self.agents_store
-        return ", ".join(store.get(f"{_CAME}.{n}").decode() for n in range(1, store.add(_CAME, 0) + 1))
+        return tuple(store.get(f"{_CAME}.{n}").decode() for n in range(1, store.add(_CAME, 0) + 1))
 
 
-def make_rendezvous(parameters: RendezvousParameters, signer: Signer, *, may_miss: int = _MISSED) -> Rendezvous:
+def make_rendezvous(
+    parameters: RendezvousParameters, signer: Signer, log_dir: Path, *, may_miss: int = _MISSED
+) -> Rendezvous:
     """Return one agent's part in a rendezvous of agents with the same key.
 
     Parameters
     ----------
+    log_dir
+        Where the agent records how the rendezvous failed.
     may_miss
         Signs of life that a node may miss before the others drop it.
     """
@@ -206,6 +215,7 @@ def make_rendezvous(parameters: RendezvousParameters, signer: Signer, *, may_mis
     assert isinstance(handler, Rendezvous)
     object.__setattr__(handler.settings, "keep_alive_max_attempt", may_miss)  # older torch has no argument for it
     handler.signer, handler.address, handler.agents_store = signer, parameters.local_addr, store
+    handler.log_dir = log_dir
     return handler
 
 

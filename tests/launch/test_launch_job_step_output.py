@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.agent_failure import agent_failure, explain
+from cluster_ddp.launch.agent_failure import Meeting, agent_failure, explain
 from cluster_ddp.launch.job_step_output import JobStepOutput
 from cluster_ddp.launch.node import did_not_start
 from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
@@ -205,6 +205,20 @@ def test_why_an_agent_gave_up(tmp_path: Path, log: str, words: str, suspect: boo
     found = agent_failure(tmp_path / "agent.log", 1, "n1:20077", 20)
     assert words in found.error
     assert found.suspect is suspect
+
+
+@pytest.mark.parametrize(("meeting", "came", "words"), [
+    (Meeting(came=("n1", "n2")), {"n1", "n2"}, "not all nodes came"),
+    (Meeting(too_few=True), set(), "went on without this node"),
+])  # fmt: skip
+def test_how_a_meeting_failed_is_read_from_the_agents_record(
+    tmp_path: Path, meeting: Meeting, came: set[str], words: str
+) -> None:
+    error = "RendezvousTimeoutError" if meeting.came else "RendezvousStateError: 1 of 2"
+    (tmp_path / "agent.log").write_text(f"torch.distributed.elastic.rendezvous.api.{error}\n")
+    meeting.record(tmp_path)
+    found = agent_failure(tmp_path / "agent.log", 1, "n1:20077", 20)
+    assert (found.came, found.suspect) == (came, False) and words in found.error
 
 
 @pytest.mark.parametrize(("more", "suspect"), [(0, False), (1, True)])

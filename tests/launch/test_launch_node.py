@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from node_process import Node, wait_until
 
-from cluster_ddp.launch import program
+from cluster_ddp.launch import node_failures
 from cluster_ddp.launch.agent_failure import AgentFailure
 from cluster_ddp.launch.processes import is_alive
-from cluster_ddp.run import events
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import outcome_of
 from cluster_ddp.run.events import NODE_FAILED, NODE_STARTED, EventWriter, read_events
@@ -294,6 +294,21 @@ def test_a_node_that_fails_after_another_is_not_suspected(start_node: Start) -> 
     assert [event["host"] for event in node.events("node-failed") if event["suspect"]] == ["n3"]
 
 
+def failures_of_node(
+    attempt: AttemptDirectory, host: str, rank: int, monkeypatch: pytest.MonkeyPatch, **output: Any
+) -> node_failures.NodeFailures:
+    monkeypatch.setattr(node_failures, "host_name", lambda: host)
+    writer, found = EventWriter(attempt.run, f"node-{host}"), SimpleNamespace(folder=attempt.run.path, **output)
+    return node_failures.NodeFailures(
+        attempt,
+        writer,
+        found,  # type: ignore[arg-type]
+        node_rank=rank,
+        endpoint="n1:29000",
+        join_timeout=1.0,
+    )
+
+
 @pytest.mark.parametrize("came", [("n1", "n2"), ("n2",)])
 def test_a_node_that_did_not_come_is_recorded_once_by_those_that_did(
     came: tuple[str, ...], fresh: RunDirectory, monkeypatch: pytest.MonkeyPatch
@@ -308,19 +323,14 @@ def test_a_node_that_did_not_come_is_recorded_once_by_those_that_did(
         EventWriter(fresh, f"node-{host}").write(NODE_STARTED, attempt=0, node=rank, host=host)
     seen = read_events(fresh)
     failure = AgentFailure("not all came", suspect=False, came=frozenset(hosts[:2]))
-    monkeypatch.setattr(program, "agent_failure", lambda *_: failure)
+    monkeypatch.setattr(node_failures, "agent_failure", lambda *_: failure)
     for rank, host in enumerate(hosts):
         if host not in came:
             continue
         stale = iter([seen])
-        monkeypatch.setattr(events, "read_events", lambda run, stale=stale: next(stale, None) or read_events(run))
-        node = program.NodeProgram.__new__(program.NodeProgram)
-        vars(node).update(
-            {"_run": fresh, "_attempt": attempt, "_node_rank": rank, "_host": host, "_endpoint": "n1:29000"}
-            | {"_join_timeout": 1.0, "_output": SimpleNamespace(folder=fresh.path)}
-            | {"_events": EventWriter(fresh, f"node-{host}")}
-        )
-        node._record_agent_failure(1)
+        late = lambda run, stale=stale: next(stale, None) or read_events(run)  # noqa: E731
+        monkeypatch.setattr(node_failures, "read_events", late)
+        failures_of_node(attempt, host, rank, monkeypatch).record_agent_failure(1)
     monkeypatch.undo()
     assert [event["host"] for event in read_events(fresh) if event.get("suspect")] == ["n3"]
 
@@ -330,23 +340,18 @@ def test_an_agent_that_lost_the_others_is_the_cause_unless_something_failed(
     fresh: RunDirectory, monkeypatch: pytest.MonkeyPatch, elsewhere: tuple[str, ...]
 ) -> None:
     (attempt := fresh.attempt(0)).path.mkdir(parents=True)
-    monkeypatch.setattr(program, "_FIRST_TO_RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(node_failures, "_FIRST_TO_RECORD_SECONDS", 0.0)
     writer = EventWriter(fresh, "node-n2")
     for name in ("stopped", *elsewhere):  # by torchrun's SIGTERM
         writer.write(name, attempt=0, step=3, reason=TERMINATED, error="Connection reset by peer", host="n1", rank=0)
     (fresh.path / "agent.log").write_text("torch.distributed.DistNetworkError: Connection timed out\n")
     exits = SimpleNamespace(failed={}, ended_by_agent={7})
-    asked: list[str] = []
-    node = program.NodeProgram.__new__(program.NodeProgram)
-    vars(node).update(
-        {"_run": fresh, "_attempt": attempt, "_node_rank": 1, "_host": "n2", "_endpoint": "n1:29000"}
-        | {"_output": SimpleNamespace(folder=fresh.path, exits=exits), "_events": writer, "_agent_lost_grace": 1.0}
-        | {"_stopping": SimpleNamespace(ask=lambda reason, grace: asked.append(reason), poll=lambda: None, reason=None)}
-    )
-    node._record_lost_connection()
+    failures = failures_of_node(attempt, "n2", 1, monkeypatch, exits=exits)
+    recorded = failures.record_lost_connection(unless=lambda: False)
+    assert not failures.record_lost_connection(unless=lambda: True)
     why = outcome_of(read_history(fresh), 0).why
     if elsewhere:
-        assert asked == [] and "torchrun" not in why
+        assert not recorded and "torchrun" not in why
     else:
-        assert asked == ["agent-lost"]
+        assert recorded
         assert why.startswith("node n2 failed: torchrun gave up") and "Connection timed out; the network between" in why

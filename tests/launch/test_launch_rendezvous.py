@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from cluster_ddp.launch import rendezvous
+from cluster_ddp.launch.agent_failure import Meeting
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.rendezvous import Rendezvous, SignedBackend, Signer, make_rendezvous
 from cluster_ddp.launch.torchrun import option
@@ -109,7 +110,9 @@ def test_a_state_is_believed_only_with_a_signature_of_its_own_kind() -> None:
         signer.checked(b"state", signer.signed(b"address", b"127.0.0.1 1"))
 
 
-def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta, **options: int) -> list[int | Exception]:
+def meet(
+    monkeypatch: pytest.MonkeyPatch, behind: timedelta, log_dir: Path = Path("/nowhere"), **options: int
+) -> list[int | Exception]:
     """Let two agents meet, the clock of the second being so much behind: the world that each is told, or its error."""
 
     class Clock(datetime):
@@ -131,7 +134,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta, **options: int) -> 
         config = {"is_host": name == "host", "join_timeout": 5}
         parameters = RendezvousParameters("c10d", f"127.0.0.1:{port}", "7.0", 2, 2, "127.0.0.1", **config)
         try:
-            handlers.append(handler := make_rendezvous(parameters, signer, **options))
+            handlers.append(handler := make_rendezvous(parameters, signer, log_dir, **options))
             found[name] = handler.next_rendezvous().world_size
         except Exception as error:
             found[name] = error
@@ -144,13 +147,14 @@ def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta, **options: int) -> 
     return [found["host"], found.get("behind", 0)]
 
 
-def test_who_came_is_told_when_others_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_came_is_told_when_others_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster_ddp.launch.rendezvous.host_name", lambda: "n1")
     parameters = RendezvousParameters(
         "c10d", f"127.0.0.1:{free_port()}", "7.0", 2, 2, "127.0.0.1", is_host=True, join_timeout=1
     )
     with pytest.raises(RendezvousTimeoutError, match=r"^nodes that came: n1$"):
-        make_rendezvous(parameters, Signer(b"k" * 32)).next_rendezvous()
+        make_rendezvous(parameters, Signer(b"k" * 32), tmp_path).next_rendezvous()
+    assert Meeting.read(tmp_path).came == ("n1",)
 
 
 @pytest.mark.parametrize("hours", [-1, 1, 500_000])
@@ -173,8 +177,9 @@ def test_agents_meet_where_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch
     assert meet(monkeypatch, timedelta()) == [2, 2]
 
 
-def test_nobody_trains_in_a_smaller_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, _ = meet(monkeypatch, timedelta(hours=1), may_miss=3)  # torch's own
+def test_nobody_trains_in_a_smaller_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, _ = meet(monkeypatch, timedelta(hours=1), tmp_path, may_miss=3)  # torch's own
+    assert Meeting.read(tmp_path).too_few
     assert isinstance(alone, RendezvousError) and "1 of 2 nodes have met" in str(alone)
 
 
