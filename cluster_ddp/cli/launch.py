@@ -37,7 +37,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command; start nothing.")] = False,
     as_json: JsonLine = False,
 ) -> None:
-    """Train on several machines without Slurm: run it on each of them. The same commands again continue the run."""
+    """Train on several machines without Slurm; run this on each of them. To continue the run, repeat the commands."""
     from cluster_ddp.job import load_job
     from cluster_ddp.submit import manual
     from cluster_ddp.submit.base import SubmitError

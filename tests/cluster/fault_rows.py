@@ -65,7 +65,7 @@ ROWS: dict[str, Row] = {
         task=paced(seconds=2.5),  # Slurm looks at time limits every half a minute
     ),
     "time limit made shorter (`scontrol update TimeLimit=`)": Row(
-        "Slurm's warning goes by the new one: saved, requeued",
+        "the warning follows the new limit: saved, requeued",
         shorten_time_limit,
         words=("stopped: time-limit",),
         job={"requeue": {"warning": "20s"}},
@@ -120,7 +120,7 @@ ROWS: dict[str, Row] = {
         words=("scontrol release",),
     ),
     "`scontrol` takes 40 s for each answer": Row(
-        "saved and requeued before anything is asked that only the wording needs",
+        "saved and requeued; what only improves a message is asked afterwards",
         warn,
         before=slow_down_scontrol,
         words=("stopped: time-limit",),
@@ -162,7 +162,7 @@ ROWS: dict[str, Row] = {
         ways=("sbatch",),
     ),
     "the run that this one comes after (`--after`) fails": Row(
-        "it starts all the same",
+        "it starts anyway",
         before=submit_one_that_fails,
         attempts=1,
         options=("--after", "FIRST", "--via", "sbatch"),
