@@ -6,7 +6,6 @@ import atexit
 import collections
 import contextlib
 import functools
-import json
 import math
 import threading
 import time
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from cluster_ddp.checkpoint.coordinator import SaveCoordinator
 from cluster_ddp.checkpoint.errors import AttemptSuperseded, CheckpointError, RanksDiverged
-from cluster_ddp.checkpoint.plan import SavePlan, Tensors, describe, make_plan
+from cluster_ddp.checkpoint.plan import SavePlan, Tensors, as_json, describe, make_plan
 from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.restore import Check, Restore, Restored
 from cluster_ddp.checkpoint.staging import Staging
@@ -174,7 +173,7 @@ class Checkpointer:
             step=step,
             samples=samples,
             epoch=epoch,
-            scalars=_as_json(scalars),
+            scalars=as_json(scalars),
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             plan=self.plan_for(tensors),
             began=time.time(),
@@ -388,14 +387,3 @@ def _in_words(failed: Mapping[str, Any]) -> str:
     """A readable description of a failed save."""
     where = f" on {failed['host']}" if "host" in failed else ""
     return f"{failed['file']}, rank {failed['rank']}{where}: {failed['error']}"
-
-
-def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the scalars, as they will be read back."""
-    plain: dict[str, Any] = {}
-    for name, value in scalars.items():
-        try:
-            plain[name] = json.loads(json.dumps(value))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the state {name!r} cannot be saved, JSON cannot hold it: {error}") from error
-    return plain

@@ -48,6 +48,17 @@ class SavePlan:
         return tuple(sorted(self.replicated))
 
 
+def as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scalars as they will be read back; raises `CheckpointError` if JSON cannot hold one of them."""
+    plain: dict[str, Any] = {}
+    for name, value in scalars.items():
+        try:
+            plain[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state {name!r} cannot be saved, JSON cannot hold it: {error}") from error
+    return plain
+
+
 def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str, str], frozenset[str]]:
     """What is to be stored, the aliases, and the names whose values are the same on all ranks.
 
