@@ -163,7 +163,7 @@ def outcome_so_far(history: History) -> AttemptOutcome | None:
 def refuse_ended(history: History) -> None:
     """Raise `RunEnded` for a run that only a person may restart.
 
-    Cheap: it does not load the job, so it uses the recorded verdict of the stall guard instead of computing it again.
+    Cheap: it does not load the job, so it uses the recorded decision of the stall guard instead of computing it again.
     """
     outcome = outcome_so_far(history)
     if outcome is None or not outcome.ending.final:

@@ -30,7 +30,7 @@ _LAST = 800  # characters shown of the output of an interpreter that fails
 class ProgramCheck:
     """An import of the task, or a search for what the script imports, in the background.
 
-    Leaving its block ends it, whether or not anybody has waited for the verdict.
+    Leaving its block ends it, whether or not anybody has waited for the result.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class ProgramCheck:
             # A pipe's buffer is small, and the interpreter reads only after its imports.
             threading.Thread(target=_send, args=(question, asked), daemon=True).start()
 
-    def verdict(self, remark: Callable[[Iterable[str]], None]) -> int | None:
+    def result(self, remark: Callable[[Iterable[str]], None]) -> int | None:
         """Wait for the result.
 
         Returns

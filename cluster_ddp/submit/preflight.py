@@ -1,4 +1,4 @@
-"""The checks before a job is queued: the cheap ones first, Slurm's own verdict last.
+"""The checks before a job is queued: the cheap ones first, Slurm's own check last.
 
 Each query to Slurm has five seconds; one without an answer is reported and skipped.
 """
@@ -63,7 +63,7 @@ def check_before_queue(
             program = until_then.enter_context(ProgramCheck())
             program.ask(loaded)  # takes longest, and runs in the background
         partition = _check_partition(loaded, remark) if sending.to_slurm else None
-        saved = program.verdict(remark)
+        saved = program.result(remark)
     if saved is not None:
         remark(what_does_not_fit(spec, runs_dir, saved, partition, seconds=_SECONDS))
     if sending.to_slurm:

@@ -34,7 +34,7 @@ def without_imports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Only the tests that are about it import the task before they submit."""
     if "imported" not in request.fixturenames:
         monkeypatch.setattr("cluster_ddp.submit.check_program.ProgramCheck.begin", lambda check, spec: None)
-        monkeypatch.setattr("cluster_ddp.submit.check_program.ProgramCheck.verdict", lambda check, remark: None)
+        monkeypatch.setattr("cluster_ddp.submit.check_program.ProgramCheck.result", lambda check, remark: None)
 
 
 @pytest.fixture
