@@ -190,3 +190,8 @@ def fetch(data: Dataset[Any], *batches: tuple[int, list[int]], workers: int = 0)
         return [batch for _, batch in loader]
     finally:
         loader.close()
+
+
+def numbered(value: Tensor, numbers: dict[float, int]) -> Tensor:
+    """Number values in the order of their appearance."""
+    return torch.full((12,), float(numbers.setdefault(float(value), len(numbers))))
