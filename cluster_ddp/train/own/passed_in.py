@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
@@ -17,6 +16,7 @@ from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
+from cluster_ddp.train.own.wrappers import bare_of, ddp_of
 from cluster_ddp.train.own.wrapping import refuse_divided, refuse_unwrapped
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.refusals import MODULE_BUFFERS
@@ -25,7 +25,6 @@ from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _DEPTH = 4  # how deep to search an optimizer for inner ones
-_FABRIC = ("lightning", "lightning_fabric")
 
 
 class PassedIn:
@@ -64,8 +63,8 @@ class PassedIn:
 
     def __init__(self, things: Mapping[str, Any], world_size: int) -> None:
         named = _with_scalers(_listed(things))
-        self.wrapped = [ddp for thing in named.values() if (ddp := _ddp_of(thing)) is not None]
-        bare = {name: _bare(thing) for name, thing in named.items()}
+        self.wrapped = [ddp for thing in named.values() if (ddp := ddp_of(thing)) is not None]
+        bare = {name: bare_of(thing) for name, thing in named.items()}
         refuse_divided(bare)
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
         if not optimizers:
@@ -78,7 +77,7 @@ class PassedIn:
         }
         self._refuse_strangers(optimizers, trained)
         if world_size > 1:
-            refuse_unwrapped({name: _ddp_of(named[name]) is not None for name in trained})
+            refuse_unwrapped({name: ddp_of(named[name]) is not None for name in trained})
         self.model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
         self.optimizers = list(optimizers.values())
         inside = reachable([("", optimizer) for optimizer in self.optimizers], _DEPTH)
@@ -313,33 +312,6 @@ def _with_scalers(named: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _inner(thing: Any) -> Any:
-    """What a wrapper of torch, Accelerate or Lightning's Fabric contains; None if `thing` is not a wrapper."""
-    library = type(thing).__module__.partition(".")[0]
-    if isinstance(thing, DistributedDataParallel):
-        return thing.module
-    if isinstance(thing, nn.Module):
-        name = "_forward_module" if library in _FABRIC else "_orig_mod"  # torch.compile
-        return thing._modules.get(name)
-    if library in _FABRIC:
-        return getattr(thing, "_optimizer", None) if isinstance(thing, Optimizer) else None
-    if library == "accelerate":
-        return getattr(thing, "optimizer" if isinstance(thing, Optimizer) else "scheduler", None)
-    return None
-
-
-def _bare(thing: Any) -> Any:
-    while (inner := _inner(thing)) is not None:
-        thing = inner
-    return thing
-
-
-def _ddp_of(thing: Any) -> DistributedDataParallel | None:
-    while thing is not None and not isinstance(thing, DistributedDataParallel):
-        thing = _inner(thing)
-    return thing
-
-
 def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapping[str, Any]) -> None:
     """Refuse a scheduler that was not passed in: it leaves ``initial_lr`` in the optimizer's groups.
 
@@ -361,7 +333,7 @@ def _has_scheduler(optimizer: Optimizer) -> bool:
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if _may_schedule(kind)}  # of a million objects, a few thousand
     return any(
-        type(held) in kinds and _bare(getattr(held, "__dict__", {}).get("optimizer")) is optimizer for held in objects
+        type(held) in kinds and bare_of(getattr(held, "__dict__", {}).get("optimizer")) is optimizer for held in objects
     )
 
 
