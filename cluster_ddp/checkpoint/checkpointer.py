@@ -31,6 +31,7 @@ from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.lineage import Origin, record_origin
 from cluster_ddp.run.storage import Storage
+from cluster_ddp.run.unfinished import failed_save, why_it_failed
 
 if TYPE_CHECKING:
     from cluster_ddp.job import CheckpointSpec
@@ -346,13 +347,12 @@ class Checkpointer:
     @property
     def why_failed(self) -> str | None:
         """Why the last finished save is not durable, in words, on all ranks; None if it is."""
-        return None if self._writer.failed is None else _in_words(self._writer.failed)
+        return None if self._writer.failed is None else why_it_failed(self._writer.failed)
 
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
         """Report an event; one that cannot be recorded (say, on a full disk) is retried with the next one."""
         if event == events.CHECKPOINT_FAILED:
-            what = f"the save of step {fields['step']} failed ({_in_words(fields)})"
-            say(f"cluster-ddp: {what}; training continues; earlier checkpoints are kept")
+            say(f"cluster-ddp: {failed_save(fields)}; training continues; earlier checkpoints are kept")
         elif event == events.CHECKPOINT_DAMAGED:
             say(f"cluster-ddp: the checkpoint of step {fields['step']} is skipped: {'; '.join(fields['problems'])}")
         with self._reporting:
@@ -381,9 +381,3 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _end_all() -> None:
     for checkpointer in list(_live):
         checkpointer._end()
-
-
-def _in_words(failed: Mapping[str, Any]) -> str:
-    """A readable description of a failed save."""
-    where = f" on {failed['host']}" if "host" in failed else ""
-    return f"{failed['file']}, rank {failed['rank']}{where}: {failed['error']}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from cluster_ddp.run.causes import what_failed
-from cluster_ddp.run.events import CHECKPOINT, WARNING
+from cluster_ddp.run.events import CHECKPOINT, CHECKPOINT_FAILED, WARNING
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
-from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
+from cluster_ddp.run.unfinished import failed_save, seconds_of_a_save, unfinished_saves
 from cluster_ddp.words import moment
 
 _MAX_WARNINGS = 10
-_FAILED_SAVE = re.compile(r"the save of step (\d+) failed")
 
 
 def warnings_of(history: History) -> tuple[str, ...]:
@@ -28,10 +25,12 @@ def warnings_of(history: History) -> tuple[str, ...]:
 
 def _is_made_up_for(history: History, warned: Event) -> bool:
     """Whether a warning is about a save that failed, and another try in the same attempt did not."""
-    failed, number = _FAILED_SAVE.match(str(warned.get("message"))), as_whole(warned.get("attempt"))
-    if failed is None or number is None:
+    number, message = as_whole(warned.get("attempt")), str(warned.get("message"))
+    if number is None:
         return False
-    return any(as_whole(event.get("step")) == int(failed[1]) for event in history.of_attempt(number, CHECKPOINT))
+    saved = {event.get("step") for event in history.of_attempt(number, CHECKPOINT)}
+    failed = (event for event in history.of_attempt(number, CHECKPOINT_FAILED) if event.get("step") in saved)
+    return any(message.startswith(failed_save(event)) for event in failed)
 
 
 def _ran_on(history: History) -> list[str]:

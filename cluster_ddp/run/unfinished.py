@@ -1,10 +1,11 @@
-"""Saves that a stop began and the end of the allocation cut short, and what to do about them."""
+"""Saves that failed, or that a stop began and the end of the allocation cut short, and what to do about them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cluster_ddp.run.events import CHECKPOINT, CHECKPOINT_FAILED, RESUMED, STARTED, STOP_REQUESTED, STOPPED
 from cluster_ddp.run.history import Event, History
@@ -40,6 +41,17 @@ class UnfinishedSave:
             f"save of step {self.step} not finished {within}{known}. Set {more_time}checkpoint.every_steps or "
             "checkpoint.every_minutes so that less work is repeated; until then the run automatically saves more often"
         )
+
+
+def failed_save(event: Mapping[str, Any]) -> str:
+    """Say that a save failed, given the fields of its `checkpoint-failed`."""
+    return f"the save of step {event.get('step')} failed ({why_it_failed(event)})"
+
+
+def why_it_failed(event: Mapping[str, Any]) -> str:
+    """Say why a save failed, and where, given the fields of its `checkpoint-failed`."""
+    where = f" on {event['host']}" if "host" in event else ""
+    return f"{event.get('file')}, rank {event.get('rank')}{where}: {event.get('error')}"
 
 
 def unfinished_saves(history: History) -> list[UnfinishedSave]:

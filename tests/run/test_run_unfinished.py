@@ -13,7 +13,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.status import describe
-from cluster_ddp.run.unfinished import seconds_between_saves
+from cluster_ddp.run.unfinished import failed_save, seconds_between_saves
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
 
@@ -55,7 +55,9 @@ def test_a_save_that_came_to_an_end_is_none(run: RunDirectory, say: Say, word: s
 def test_a_save_that_a_second_try_made_durable_is_not_said_to_have_failed(run: RunDirectory, say: Say) -> None:
     begin(run)
     for step in (4, 11):
-        say("warning", 0, step=None, message=f"the save of step {step} failed (manifest, rank 0: Broken pipe)")
+        failed = {"step": step, "file": "manifest", "rank": 0, "error": "Broken pipe"}
+        say("checkpoint-failed", 0, **failed)
+        say("warning", 0, message=f"{failed_save(failed)}; training continues; earlier checkpoints are kept")
     say("checkpoint", 0, step=11)
     assert [said.partition(" (")[0] for said in describe(run, {}).warnings] == ["the save of step 4 failed"]
 
