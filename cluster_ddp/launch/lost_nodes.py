@@ -88,6 +88,10 @@ def record_failed_nodes(
         error = f"the job step was cancelled from outside, for example by scancel {start.task}.0"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
+    if job_step.stood_still and not job_ends:
+        error = "srun was stopped by a signal (SIGSTOP) before any node had started, and nobody continued it (SIGCONT)"
+        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
+        return
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
         _record_killed_node(history, attempt, writer, start, job_step)

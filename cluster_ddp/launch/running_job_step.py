@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cluster_ddp.launch.job_step_output import LABEL, JobStepOutput
-from cluster_ddp.launch.processes import die_with_parent
+from cluster_ddp.launch.processes import die_with_parent, is_stopped
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import read_stop
@@ -40,6 +40,8 @@ class RunningJobStep:
         The ranks of the nodes that stopped giving signs of life, because of which it was ended.
     unstarted
         Whether it was ended because no node program had come up in time.
+    stood_still
+        Whether that was because somebody had stopped srun.
 
     Raises
     ------
@@ -73,6 +75,8 @@ class RunningJobStep:
         self._stopped: float | None = None
         self.lost: list[int] = []
         self.unstarted = False
+        self.stood_still = False
+        self._stands_still_since: float | None = None
         self._ended_here = False
 
     @property
@@ -114,11 +118,24 @@ class RunningJobStep:
 
         Returns whether it was ended because of that.
         """
-        if self.has_exited or self._silent.any_began or time.monotonic() - self._began <= START_SECONDS:
+        if self.has_exited or self._silent.any_began:
+            return False
+        self.stood_still = self._stands_still()
+        if not self.stood_still and time.monotonic() - self._began <= START_SECONDS:
             return False
         self.unstarted = True
         self._end()
         return True
+
+    def _stands_still(self) -> bool:
+        """Whether a signal has stopped srun for a while, though not this process, as if Slurm suspended the job."""
+        if not is_stopped(self._process.pid):
+            self._stands_still_since = None
+            return False
+        now = time.monotonic()
+        if self._stands_still_since is None:
+            self._stands_still_since = now
+        return now - self._stands_still_since > SILENT_SECONDS
 
     def _was_stopped(self) -> bool:
         """Whether it was stopped before any node program had come up, so that none will notice."""
@@ -132,6 +149,7 @@ class RunningJobStep:
     def _end(self) -> None:
         self._ended_here = True
         self._process.terminate()  # srun cancels what is left of the step
+        self._process.send_signal(signal.SIGCONT)  # one that somebody has stopped learns of it only then
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_SECONDS)
             return

@@ -114,7 +114,7 @@ class SimulatedStep:
     """The step: training on one node, which saves when it is asked to stop."""
 
     lost: tuple[int, ...] = ()
-    unstarted = False
+    unstarted = stood_still = False
     own_error = killed_by = cut_off = None
     down: tuple[str, ...] = ()
     cancelled = False

@@ -30,6 +30,7 @@ class Ended:
         self.lost = list(lost)
         self.unstarted = unstarted
         self.killed_by = killed_by
+        self.stood_still = False
         for line in lines:
             self.output.note(line)
 
@@ -66,6 +67,14 @@ def test_a_container_image_that_is_missing_on_a_node_is_told(fresh: RunDirectory
     words = "FATAL:   could not open image /images/torch.sif: no such file or directory"
     ((host, error),) = recorded(fresh, Ended(f"1: {words}", "srun: error: n2: task 1: Exited with exit code 255"))
     assert host == "n2" and "could not open image /images/torch.sif" in error
+
+
+def test_of_an_srun_that_somebody_has_stopped_no_node_is_to_blame(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    step = Ended(unstarted=True)
+    step.stood_still = True
+    assert recorded(fresh, step) == []
+    assert "srun was stopped by a signal (SIGSTOP)" in str(outcome_of(read_history(fresh), 0).why)
 
 
 def test_a_step_in_which_no_node_came_up_is_told(fresh: RunDirectory) -> None:

@@ -95,6 +95,16 @@ def test_a_step_in_which_no_node_comes_up_ends_also_while_storage_hangs(
     assert step.has_ended() and step.killed_by is None
 
 
+def test_a_step_whose_srun_somebody_has_stopped_before_any_node_came_up_ends(
+    attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was waited for during an hour, and each of its nodes was blamed."""
+    monkeypatch.setattr(running_job_step, "SILENT_SECONDS", 0.2)
+    step = RunningJobStep(["bash", "-c", "kill -STOP $$"], os.environ, attempt, 2, os.getpid())
+    assert ends(step, within=60) and step.unstarted and step.stood_still
+    assert step.killed_by is None, "it was ended here"
+
+
 def test_a_step_of_which_a_node_lives_goes_on(attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running_job_step, "START_SECONDS", 0.0)
     monkeypatch.setattr(running_job_step, "SILENT_SECONDS", 0.0)
