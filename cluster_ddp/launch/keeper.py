@@ -40,11 +40,20 @@ from cluster_ddp.launch.queueing import RequeueFailed, requeue
 from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
-from cluster_ddp.run.attempt_record import is_superseded, list_attempts
+from cluster_ddp.run.attempt_record import is_superseded, list_attempts, read_attempt
 from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError, to_continue
-from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
+from cluster_ddp.run.events import (
+    NODE_FAILED,
+    REQUEUE_DELAYED,
+    REQUEUE_FAILED,
+    START_IN_VAIN,
+    WARNING,
+    EventWriter,
+    on_this_host,
+)
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
@@ -97,12 +106,27 @@ class Keeper:
         """
         try:
             kept = self._keep()
-        except ClusterDDPError:
+        except ClusterDDPError as error:
+            if isinstance(error, RunAlive):
+                self._record_if_possible(self._note_in_vain)
             self._stay_ended()
             raise
         if kept.job_action != "requeue":
             self._stay_ended()
         return kept
+
+    def _note_in_vain(self) -> None:
+        """Record that nothing begins in this job, such as one of a chain whose dependency somebody has removed."""
+        start, attempts = self._allocation.start, list_attempts(self._run)
+        if start is None or not attempts or read_attempt(attempts[-1]).slurm_job_id == start.task:
+            return  # of two starts of one job, the newer one trains
+        alive = attempts[-1].number
+        message = (
+            f"Slurm job {start.task} was started while attempt {alive} was alive: it has ended, and nothing of the run "
+            "began in it"
+        )
+        events = EventWriter(self._run, self._writer)
+        events.write(START_IN_VAIN, attempt=alive, slurm_job_id=start.task, message=message)
 
     def _stay_ended(self) -> None:
         self._end.stop_listening()
@@ -281,7 +305,7 @@ class Keeper:
         start = self._allocation.start
         if not bad or start is None:
             return
-        link = self._host.within(_RECORD_SECONDS, lambda: next_of_chain(self._run, start.task))
+        link = self._host.within(_RECORD_SECONDS, lambda: next_of_chain(read_history(self._run), start.task))
         if link is not None:
             self._exclude(bad, link)
 

@@ -116,17 +116,21 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
 
 def _next_job(history: History, number: int) -> str | None:
     own = next((record.slurm_job_id for record in history.attempts if record.number == number), None)
-    return next_of_chain(history.run, own)
+    return next_of_chain(history, own)
 
 
-def next_of_chain(run: RunDirectory, own: str | None) -> str | None:
-    """Return the job that is queued behind a job for the same run; None if there is none."""
+def next_of_chain(history: History, own: str | None) -> str | None:
+    """Return the job that is queued behind a job for the same run; None if there is none.
+
+    One that was started too early, while an attempt was alive, has ended in vain.
+    """
     try:
-        job_ids = read_record(run).slurm_job_ids
+        job_ids = read_record(history.run).slurm_job_ids
     except RunError:
         return None
+    in_vain = {event.get("slurm_job_id") for event in history.events if event["event"] == events.START_IN_VAIN}
     behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
-    return behind[0] if behind else None
+    return next((job_id for job_id in behind if job_id not in in_vain), None)
 
 
 def _preempted_at_start(history: History, number: int, idle: int) -> int:

@@ -46,6 +46,7 @@ STOP_REQUESTED = "stop-requested"
 PREEMPTED = "preempted"
 REQUEUED = "requeued"
 START_FAILED = "start-failed"  # by the batch script: slurm_job_id, restart_count, host, reason, queued (again?)
+START_IN_VAIN = "start-in-vain"  # slurm_job_id, message: an attempt was alive, so none began in this job
 REQUEUE_DELAYED = "requeue-delayed"  # reason: Slurm does not answer; the keeper keeps trying
 REQUEUE_FAILED = "requeue-failed"  # reason
 STOPPED = "stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,12 @@ from story import SPEC
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch import keeper
 from cluster_ddp.launch.patience import ROOM_SECONDS
-from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.errors import RunAlive, RunError
+from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.status import describe
 
 
 def _hang(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
@@ -105,3 +109,16 @@ def test_an_attempt_that_was_given_up_does_not_begin_later(fast_disk: Path, monk
     with pytest.raises(RunError, match="was given up"):
         begin()
     assert list(run.attempts.iterdir()) == []
+
+
+def test_a_job_of_a_chain_that_is_started_too_early_says_so(fast_disk: Path) -> None:
+    """It ended with status 75, without a word in `status`; the run had been left to it."""
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    for job in ("76", "77"):
+        add_slurm_job(run, job)
+    begin_attempt(run, slurm_job_id="76", host="n0", pid=os.getpid(), nodes=1, procs=1)
+    with pytest.raises(RunAlive):
+        live(World(run, 0, Life()))
+    assert [event["slurm_job_id"] for event in read_events(run) if event["event"] == "start-in-vain"] == ["77"]
+    (warned,) = describe(run, None).warnings
+    assert warned.startswith("Slurm job 77 was started while attempt 0 was alive")
