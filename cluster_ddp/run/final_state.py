@@ -149,6 +149,8 @@ def _left_no_record(end: _End) -> Found | None:
     if end.facts.is_job_cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
     killed = ": its keeper was killed" if job.reason.startswith(_BATCH_KILLED) else ""
+    if job.reason.startswith("JobLaunchFailure"):
+        killed += ", or Slurm could not open its output in the run directory"
     how = f"Slurm job {job.job_id} {end.facts.how_the_job_ended()}{killed}"
     return end.lost(f"{how}, and training left no record of its end {end.facts.see_output(job.job_id)}")
 

@@ -1,4 +1,4 @@
-"""Recognizes a run whose nodes have ended but whose keeper has not: it is deciding, or waiting to requeue the job."""
+"""Recognizes a run whose nodes have ended but whose keeper or job has not: it is deciding, waiting, or left behind."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import time
 from cluster_ddp.run.events import (
     COMPLETED,
     NODE_FINISHED,
+    NODE_STARTED,
     REQUEUE_DELAYED,
     REQUEUE_FAILED,
     REQUEUED,
     STALLED,
 )
 from cluster_ddp.run.history import History
+from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.stopfile import FINAL_REASONS
+from cluster_ddp.slurm.states import SlurmJob
 
+_DECIDED_SOON_SECONDS = 120.0  # in the ordinary case; network storage may show a file a minute late
 _DECIDED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which may take a minute
 
 
@@ -51,3 +55,48 @@ def is_deciding(history: History) -> bool:
     if not said or said[-1]["event"] != NODE_FINISHED:
         return False
     return time.time() - float(said[-1]["time"]) < _DECIDED_SECONDS
+
+
+def nodes_have_ended(history: History) -> str | None:
+    """Say that nothing of the last attempt runs any more on its nodes, while its job does; None if something does.
+
+    A keeper that cannot record what it has decided, since storage is full, leaves no other trace; nor does a job that
+    Slurm has started again, until its attempt begins.
+    """
+    last = history.last
+    if last is None or last.nodes is None or last.slurm_job_id is None:
+        return None
+    told = (as_whole(event.get("node")) for event in history.of_attempt(last.number, NODE_STARTED))
+    started = {node for node in told if node is not None}
+    attempt = history.run.attempt(last.number)
+    if len(started) < last.nodes or any(attempt.alive_file(node).exists() for node in started):
+        return None
+    try:
+        signed_off = attempt.path.stat().st_mtime  # when the last of these files was removed
+    except OSError:
+        return None
+    if time.time() - signed_off < _DECIDED_SOON_SECONDS:
+        return None
+    host = last.process.host if last.process else "the batch host"
+    return (
+        f"attempt {last.number} has ended on its nodes: its keeper on {host} decides what follows, or its job is "
+        "starting again and waits, for example for free space; if this lasts, see its Slurm output"
+    )
+
+
+def left_behind(history: History, job: SlurmJob | None) -> str | None:
+    """Say that a job still holds its nodes minutes after its run has ended; None if none does.
+
+    If slurmstepd is killed on the batch host, Slurm does not notice that the script has ended, perhaps until the job's
+    time limit.
+    """
+    last = history.last
+    if last is None or job is None or job.state != "RUNNING" or job.job_id != last.slurm_job_id:
+        return None
+    latest = max((float(event["time"]) for event in history.of_attempt(last.number)), default=last.begun)
+    if time.time() - latest < _DECIDED_SECONDS:
+        return None
+    return (
+        f"Slurm job {job.job_id} still holds {job.nodes or 'its nodes'}, though nothing of the run is left there to "
+        f"wait for, unless launch.setup has set a trap for EXIT. To end it: scancel {job.job_id}"
+    )

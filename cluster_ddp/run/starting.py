@@ -108,7 +108,7 @@ def waits_for(facts: Facts, job_id: str) -> str | None:
     """Return what keeps a running job from training; None once its ranks train, or if unknown."""
     history, last = facts.history, facts.history.current_attempt
     if last is None or last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, events.REQUEUED):
-        what = "still in launch.setup, starting Python or waiting for storage"
+        what = "still in Slurm's prolog, in launch.setup, starting Python or waiting for storage"
         return f"starting: no attempt yet, {what} {facts.see_output(job_id)}"
     if last.nodes is None or history.of_attempt(last.number, events.STARTED, events.RESUMED):
         return None

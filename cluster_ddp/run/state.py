@@ -8,9 +8,10 @@ from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_so_far
 from cluster_ddp.run.facts import Facts
 from cluster_ddp.run.final_state import final_state
 from cluster_ddp.run.history import History
-from cluster_ddp.run.keeper_at_work import is_deciding, waits_for_requeue
+from cluster_ddp.run.keeper_at_work import is_deciding, left_behind, waits_for_requeue
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.starting import NEVER_BEGAN, failed_before, failed_start, never_began, should_have_begun, waits_for
+from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 from cluster_ddp.words import moment
@@ -21,11 +22,14 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
     history, job, job_ids = facts.history, facts.job, facts.job_ids
     outcome = outcome_so_far(history)
     if outcome is not None and outcome.settled:
-        return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.why
+        said = [outcome.why] if outcome.ending is not Ending.COMPLETED else []
+        return outcome.ending.state, "; ".join(filter(None, [*said, left_behind(history, job)])) or None
     if job is not None and job.state in SUSPENDED:
-        return RunState.SUSPENDED, "suspended by Slurm; it continues where it is when Slurm resumes it"
+        return RunState.SUSPENDED, _how_to_continue(job)
     if job is not None and job.state in ACTIVE:
         starting = waits_for(facts, job.job_id) if job.state == "RUNNING" else None
+        if starting is not None and _no_attempt_may_follow(history):
+            starting = f"stopping: its job is starting once more, and ends before it trains ({starting})"
         ending = _cleaning_up(history, outcome) if job.state == "COMPLETING" else None
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting or ending
     if job is not None and job.held:
@@ -79,6 +83,13 @@ def _stopping(history: History) -> str | None:
     return f"stopping: {request.reason}" if request is not None and not over else None
 
 
+def _no_attempt_may_follow(history: History) -> bool:
+    """Whether somebody has ended the run after its last attempt had ended, and nobody has resumed it since."""
+    last = history.current_attempt
+    request = history.stop_request if last is not None and last.ended is not None else None
+    return request is not None and request.reason in FINAL_REASONS
+
+
 def _cleaning_up(history: History, outcome: AttemptOutcome | None) -> str | None:
     """Say how the last attempt ended while its job holds nodes: an epilog, or what cannot be killed, may take long."""
     if outcome is None or history.last is None or history.last.ended is None:
@@ -90,6 +101,16 @@ def _unseen(job_id: str | None, host: str) -> str:
     if job_id:
         return f"Slurm cannot be queried about job {job_id} from here; this is its last known state"
     return f"started on {host}, which cannot be checked from here; this is its last known state"
+
+
+def _how_to_continue(job: SlurmJob) -> str:
+    """Say who has made a job's processes stand still, and what makes them continue."""
+    if job.state == "STOPPED":  # not by Slurm, which therefore does not resume it either
+        return (
+            f"stopped by a signal (scancel --signal=STOP); it continues where it is after scancel --signal=CONT --full "
+            f"{job.job_id}"
+        )
+    return "suspended by Slurm; it continues where it is when Slurm resumes it"
 
 
 def how_to_release(job: SlurmJob) -> str:

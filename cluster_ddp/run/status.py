@@ -13,6 +13,7 @@ from cluster_ddp.run.facts import Facts
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import KnownRun, current_job, know
+from cluster_ddp.run.keeper_at_work import nodes_have_ended
 from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
@@ -94,7 +95,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
     trains = summary.state is RunState.RUNNING
     outlook = outlook_of(history, total_steps) if trains else Outlook(None, None)
     if trains and summary.reason is None:
-        summary = replace(summary, reason=silent_nodes(history))
+        summary = replace(summary, reason=silent_nodes(history) or nodes_have_ended(history))
     return RunStatus(
         **vars(summary),
         step=step,

@@ -24,8 +24,8 @@ def told(run: RunDirectory, word: str) -> tuple[str, str | None]:
 
 def test_setup_lines_that_do_not_end_are_told(run: RunDirectory) -> None:
     add_slurm_job(run, "7")
-    words = "starting: no attempt yet, still in launch.setup, starting Python or waiting for storage (see slurm-7.out)"
-    assert told(run, "RUNNING") == ("RUNNING", words)
+    where = "still in Slurm's prolog, in launch.setup, starting Python or waiting for storage"
+    assert told(run, "RUNNING") == ("RUNNING", f"starting: no attempt yet, {where} (see slurm-7.out)")
 
 
 def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before(run: RunDirectory, say: Say) -> None:
@@ -37,6 +37,10 @@ def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before
     state, reason = told(run, "RUNNING")
     assert state == "RUNNING" and reason is not None and reason.startswith("starting: no attempt yet")
     assert told(run, "COMPLETING") == ("RUNNING", "stopped: preemption; Slurm is still ending its job (COMPLETING)")
+    request_stop(attempt, reason="person", by="me")  # while a prolog hangs, say
+    assert str(told(run, "RUNNING")[1]).startswith("stopping: its job is starting once more, and ends before it trains")
+    request_resume(run, by="me")
+    assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt yet")
 
 
 def test_the_next_job_of_a_chain_whose_node_has_failed_is_told_as_starting(run: RunDirectory, say: Say) -> None:
@@ -47,7 +51,9 @@ def test_the_next_job_of_a_chain_whose_node_has_failed_is_told_as_starting(run: 
 
 
 def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirectory, say: Say) -> None:
-    begin(run, slurm_job_id="7", nodes=2)
+    attempt = begin(run, slurm_job_id="7", nodes=2)
+    for node in range(2):
+        attempt.alive_file(node).touch()
     say("node-started", 0, node=1, host="n1")
     assert told(run, "RUNNING")[1] == "starting: 1 of 2 nodes have started so far (see slurm-7.out)"
     say("node-started", 0, node=0, host="n0")

@@ -15,6 +15,7 @@ from cluster_ddp.cli import status as cli_status
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import describe
 from cluster_ddp.slurm.commands import parse_queue
 from cluster_ddp.slurm.states import SlurmJob
@@ -102,6 +103,40 @@ def begin_on_two_nodes(run: RunDirectory, say: Say) -> AttemptDirectory:
         attempt.alive_file(node).parent.mkdir(exist_ok=True)
         attempt.alive_file(node).touch()
     return attempt
+
+
+def test_a_running_job_whose_nodes_have_ended_is_told(run: RunDirectory, say: Say) -> None:
+    """Its run directory was full: neither the end nor the restart, which waited for room, could be recorded."""
+    attempt = begin_on_two_nodes(run, say)
+    attempt.alive_file(0).unlink()
+    assert describe(run, {"12": slurm_job("RUNNING")}).reason is None
+    attempt.alive_file(1).unlink()
+    assert describe(run, {"12": slurm_job("RUNNING")}).reason is None, "its keeper has hardly looked"
+    os.utime(attempt.path, (time.time() - 190,) * 2)
+    told = describe(run, {"12": slurm_job("RUNNING")}).reason
+    assert told is not None and told.startswith("attempt 0 has ended on its nodes") and "free space" in told
+
+
+def test_a_job_that_still_holds_nodes_minutes_after_its_run_has_ended_is_told(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slurmstepd on the batch host was killed: Slurm did not notice that the script had ended."""
+    begin(run, slurm_job_id="7")
+    say("completed", 0, step=5)
+    assert describe(run, {"7": slurm_job("RUNNING")}).reason is None
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + 400)
+    found = describe(run, {"7": slurm_job("RUNNING")})
+    assert found.state is RunState.COMPLETED
+    assert found.reason is not None and found.reason.endswith("To end it: scancel 7")
+    assert describe(run, {"7": slurm_job("COMPLETING")}).reason is None
+
+
+def test_processes_that_a_signal_has_stopped_wait_for_another_signal(run: RunDirectory, say: Say) -> None:
+    begin_on_two_nodes(run, say)
+    told = describe(run, {"12": slurm_job("STOPPED")})
+    assert told.state is RunState.SUSPENDED and "scancel --signal=CONT --full 12" in str(told.reason)
+    assert "when Slurm resumes it" in str(describe(run, {"12": slurm_job("SUSPENDED")}).reason)
 
 
 def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
