@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on, say_if_copy
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on, or_end_job, say_if_copy
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -48,7 +48,7 @@ def _mark(found: RunDirectory) -> None:
     # The event comes first: from now on nothing begins another attempt, even if what follows fails.
     number = history.last.number if history.last else None
     if not EventWriter(found, login_writer()).write(CANCELLED, attempt=number, by=caller()):
-        raise RunError(f"run {found.id} is not cancelled: cannot write to {found.events}")
+        raise RunError(f"run {found.id} is not cancelled: cannot write to {found.events}{or_end_job(found)}")
     _stop_last_attempt(found, history)
 
 

@@ -13,7 +13,7 @@ from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import resume_command
-from cluster_ddp.run.jobs import know
+from cluster_ddp.run.jobs import know, slurm_job_ids
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord, original_of
 from cluster_ddp.run.run_state import RunState
@@ -117,6 +117,14 @@ def how_to_go_on(name: str, record: RunRecord | None) -> str:
     """The command that continues a run that is over; `name` is how commands find the run."""
     by_hand = record is not None and record.via == LAUNCH
     return "run the same commands again, on every node" if by_hand else resume_command(name)
+
+
+def or_end_job(run: RunDirectory) -> str:
+    """Say how to end a run in whose directory nothing can be written, since its storage is full, say."""
+    job_ids = slurm_job_ids(run)
+    return (
+        f"\nTry again once it can be written to, or end its job without that: scancel {job_ids[-1]}" if job_ids else ""
+    )
 
 
 def _coloured(state: RunState) -> str:

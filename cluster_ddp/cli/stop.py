@@ -6,7 +6,7 @@ import contextlib
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform, inform_if_slow
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, say_if_copy
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, or_end_job, say_if_copy
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -84,7 +84,7 @@ def _ask(run: RunDirectory, number: int) -> int:
         try:
             request_stop(attempt, reason=PERSON, by=caller())
         except OSError as error:
-            raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
+            raise RunError(f"cannot write {attempt.stop_file}: {error}{or_end_job(run)}") from error
         newest = read_history(run).last_number
         if newest is None or newest <= number:
             return number

@@ -69,8 +69,13 @@ def create_run(
         run = _new_folder(storage, runs_dir, spec.name) if folder is None else RunDirectory(runs_dir / folder)
         if folder is not None:
             storage.mkdir(run.path)
+    except OSError as error:
+        raise _cannot_make(runs_dir, error) from error
+    try:
         _fill(storage, run, spec, run_id=run.id, via=via, script=script, code=code)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            storage.rmtree(run.path)
         raise _cannot_make(runs_dir, error) from error
     return run
 
@@ -122,7 +127,10 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
 
 
 def _cannot_make(runs_dir: Path, error: OSError) -> RunError:
-    return RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.")
+    from cluster_ddp.run.storage import FULL_ERRORS
+
+    what = "Free some space there" if error.errno in FULL_ERRORS else "Set runs_dir to a folder you can write"
+    return RunError(f"cannot make a run in {runs_dir}: {error}. {what}.")
 
 
 def _code_of(spec: JobSpec, runs_dir: Path) -> Code | None:

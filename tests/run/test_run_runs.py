@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from run_builders import begin_dead, job
 
 from cluster_ddp.job import load_resolved
 from cluster_ddp.process import limit_umask
-from cluster_ddp.run import runs
+from cluster_ddp.run import record, runs
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.events import EventWriter
@@ -213,3 +214,15 @@ def test_who_may_change_a_run_is_the_jobs_to_say_and_the_same_for_all_of_it(
     assert {path for path, found in modes.items() if found & (stat.S_IWGRP | stat.S_IWOTH) != writable} == set()
     assert stat.S_IMODE(attempt.rendezvous_key.stat().st_mode) == 0o600
     assert bool(run.attempts.stat().st_mode & stat.S_ISGID) == (mode == "group")
+
+
+def test_of_a_run_that_cannot_be_made_nothing_is_left(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk was full: a folder stayed that was no run, and the advice was to take a folder one can write to."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record, "write_record", full)
+    with pytest.raises(RunError, match=r"No space left on device\. Free some space there"):
+        create_run(job(), runs_dir=runs_dir, via="sbatch", script=None)
+    assert list(runs_dir.iterdir()) == []

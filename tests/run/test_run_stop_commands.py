@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,13 @@ from typing import Any
 import pytest
 from run_builders import begin, begin_dead, fake_slurm, hide, slurm_job
 
+from cluster_ddp.cli import cancel as cli_cancel
 from cluster_ddp.cli import stop as cli_stop
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.errors import RunEnded
-from cluster_ddp.run.events import read_events
+from cluster_ddp.run.errors import RunEnded, RunError
+from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import read_stop, request_stop
@@ -54,6 +57,24 @@ def test_stop_reaches_an_attempt_that_begins_meanwhile(run: RunDirectory, monkey
     cli_stop.stop_run(run, status)
     request = read_stop(run.attempt(1))
     assert request is not None and request.reason == "person"
+
+
+def test_a_stop_that_cannot_be_written_says_how_to_end_the_job(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full, and the job waited for room: `stop` and `cancel` refused, without another way."""
+    begin(run, slurm_job_id="7")
+    status = describe(run, None)
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cli_stop, "request_stop", full)
+    with pytest.raises(RunError, match=r"No space left on device\nTry again once .*: scancel 7$"):
+        cli_stop.stop_run(run, status)
+    monkeypatch.setattr(EventWriter, "write", lambda *arguments, **named: False)
+    with pytest.raises(RunError, match=r"(?s)is not cancelled: .*: scancel 7$"):
+        cli_cancel.command(str(run.path))
 
 
 def test_a_stop_that_comes_while_the_next_attempt_begins_holds(
