@@ -16,7 +16,6 @@ from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]
@@ -343,21 +342,6 @@ def test_the_next_job_of_a_chain_goes_on_where_requeues_are_not_allowed(run: Run
     request_stop(last, reason="time-limit", by="the keeper")
     say("checkpoint", 1, at=2, step=20)
     assert conclude(last).action == "stall"
-
-
-def test_a_job_of_the_chain_that_somebody_has_started_too_early_does_not_continue_it(
-    run: RunDirectory, say: Say
-) -> None:
-    """It had ended, since an attempt was alive; at the time limit the run was left to it."""
-    limited(run, max_requeues=0)
-    for job_id in ("5", "6", "7"):
-        add_slurm_job(run, job_id)
-    first = begin_dead(run, slurm_job_id="5")
-    say("start-in-vain", 0, at=1, slurm_job_id="6", message="Slurm job 6 was started while attempt 0 was alive")
-    assert describe(run, None).warnings == ("Slurm job 6 was started while attempt 0 was alive",)
-    request_stop(first, reason="time-limit", by="the keeper")
-    say("checkpoint", 0, at=2, step=10)
-    assert conclude(first).continued_by == "7"
 
 
 def test_what_an_older_attempt_says_of_the_runs_end_does_not_count(run: RunDirectory, say: Say) -> None:

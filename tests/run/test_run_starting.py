@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from run_builders import begin, begin_dead, slurm_job
+from run_builders import begin, begin_dead, conclude, limited, slurm_job
 
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
@@ -87,3 +87,18 @@ def test_a_job_that_was_cancelled_in_its_setup_lines_has_not_failed(run: RunDire
     add_slurm_job(run, "7")
     say("start-failed", None, slurm_job_id="7", restart_count=0, host="n1", reason="status 143", queued=False)
     assert told(run, "CANCELLED")[0] == "CANCELLED"
+
+
+def test_a_job_of_the_chain_that_somebody_has_started_too_early_does_not_continue_it(
+    run: RunDirectory, say: Say
+) -> None:
+    """It had ended, since an attempt was alive; at the time limit the run was left to it."""
+    limited(run, max_requeues=0)
+    for job_id in ("5", "6", "7"):
+        add_slurm_job(run, job_id)
+    first = begin_dead(run, slurm_job_id="5")
+    say("start-in-vain", 0, at=1, slurm_job_id="6", message="Slurm job 6 was started while attempt 0 was alive")
+    assert describe(run, None).warnings == ("Slurm job 6 was started while attempt 0 was alive",)
+    request_stop(first, reason="time-limit", by="the keeper")
+    say("checkpoint", 0, at=2, step=10)
+    assert conclude(first).continued_by == "7"
