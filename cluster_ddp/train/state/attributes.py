@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -124,6 +124,7 @@ class Attributes(Snapshot):
         saved: Attributes,
         fresh: Container[str] | None = None,
         then: tuple[Attributes, Attributes] | None = None,
+        is_taken: Callable[[str, str], bool] = lambda *_: False,
     ) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
@@ -138,6 +139,8 @@ class Attributes(Snapshot):
             What the state holds, and the names there of what has changed as well; None: all.
         then
             What these were compared with, and what the state held then.
+        is_taken
+            Whether what the state holds in a place belongs to other names than this one.
         """
         lists = {name.removesuffix(LENGTH) for name in self.leaves if name.endswith(LENGTH)}
         leaves = saved.leaves
@@ -148,7 +151,7 @@ class Attributes(Snapshot):
                 return True
             whole, held = place.partition(", ")[0], then[1].leaves
             if not held.keys().isdisjoint((place, whole, whole + LENGTH)):
-                marks = then[0]._mark(name), then[1]._mark(place)
+                marks = then[0].mark(name), then[1].mark(place)
                 return not _is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
             *outer, _ = accumulate(place.split("."), "{}.{}".format)
             return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
@@ -167,12 +170,19 @@ class Attributes(Snapshot):
             there = then[1].leaves[place]
             return is_common(there) and bool(before == there)
 
+        def is_as_precise(name: str, place: str) -> bool:
+            """Whether a number that has come to be one of another precision is one in the state, too."""
+            kind = self._kinds.get(name)
+            is_new = then is not None and name in then[0].leaves and then[0]._kinds.get(name) is not kind
+            return not (is_new and kind in _OTHER_FLOATS) or saved._kinds.get(place) is kind
+
         def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
                 return any(is_held(form, name) for form in _forms_of(value))
             if not is_common(value):
                 forms = _forms_of(value)
                 places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
+                places = (place for place in places if not is_taken(place, name) and is_as_precise(name, place))
             else:
                 alike = ((place, leaf) for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
                 places = (place for place, leaf in alike if follows(name, place, leaf))
@@ -248,8 +258,9 @@ class Attributes(Snapshot):
     def _owners(self) -> dict[str, int]:
         return {name: key for key, name in self._seen.items() if isinstance(key, int)}
 
-    def _mark(self, name: str) -> Any:
-        """What tells the value that a leaf had from others."""
+    def mark(self, name: str) -> Any:
+        """What tells the value that a leaf had from others; None if there is none."""
+        name = name if name in self.leaves else self._aliases.get(name) or self._first_name(name) or name
         leaf = self.leaves.get(name)
         return self._contents.get(name) if leaf is None or isinstance(leaf, Tensor) else repr(leaf)
 
@@ -320,7 +331,8 @@ class Attributes(Snapshot):
         leaf, loaded = self.leaves.get(name), again.leaves[name]
         if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
             return equal_bits(leaf, loaded)
-        return is_same(leaf, loaded)
+        kinds = {self._kinds.get(name), again._kinds.get(name)}
+        return is_same(leaf, loaded) and (len(kinds) == 1 or kinds.isdisjoint(_OTHER_FLOATS))
 
     def are_alike(self, name: str, again: Attributes) -> bool:
         """Whether the same comes back under a name, or nothing if there is nothing."""
