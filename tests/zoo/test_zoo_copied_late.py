@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Copies(ZooTask):
         self.online = nn.Linear(FEATURES, CLASSES, device=device())
         self.target = copy.deepcopy(self.online)
         self.mean: Any = 0.0
+        self.rate, self.rates = 0.5, SimpleNamespace(now=0.5)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().loss(model, batch)
@@ -63,14 +65,15 @@ class Copies(ZooTask):
         self.start, self.former_centre, self.first = self.seen, self.centre.clone(), self.recent
         self.target.load_state_dict(self.online.state_dict())
         self.mean = np.float32(self.mean)
+        self.rate = self.rates.now = 0.7 * self.rate
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("steps", "seen", "average", "centre", "recent")
+        names = ("steps", "seen", "average", "centre", "recent", "rate")
         named = {name: getattr(self, name) for name in names} | {"of_averages": self.averages.loss}
         return named | {"online": self.online.state_dict(), "mean": float(self.mean)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("steps", "seen", "average", "centre", "recent", "mean"):
+        for name in ("steps", "seen", "average", "centre", "recent", "rate", "mean"):
             setattr(self, name, state[name])
         self.averages = Averages(state["of_averages"])
         self.online.load_state_dict(state["online"])
@@ -91,7 +94,7 @@ class CopiesAgain(Copies):
         ANCHOR, Copies.anchor_of_class = state["globals"]
         if self.steps > 2:
             self.start, self.former_centre, self.first = self.seen, self.centre.clone(), self.recent
-            self.anchor, self.mean = self.average, np.float32(self.mean)
+            self.anchor, self.mean, self.rates.now = self.average, np.float32(self.mean), self.rate
 
 
 def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_it_is_copied_again(
@@ -100,6 +103,6 @@ def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
     assert told(Copies, tmp_path / "late", capfd, steps=4) == [
         "Copies.anchor_of_class", "task.anchor", "task.anchors", "task.averages", "task.first", "task.former_centre",
-        "task.mean", "task.start", "task.target", "test_zoo_copied_late.ANCHOR",
+        "task.mean", "task.rates", "task.start", "task.target", "test_zoo_copied_late.ANCHOR",
     ]  # fmt: skip
     assert told(CopiesAgain, tmp_path / "again", capfd, steps=4) == []

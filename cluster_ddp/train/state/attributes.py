@@ -147,12 +147,12 @@ class Attributes(Snapshot):
         changed_there = {key: leaf for key, leaf in leaves.items() if fresh is None or key in fresh}
 
         def was_there(name: str, place: str) -> bool:
-            if then is None or name not in then[0].leaves or _is_element(name):
+            if then is None or name not in then[0].leaves or is_element(name):
                 return True
             whole, held = place.partition(", ")[0], then[1].leaves
             if not held.keys().isdisjoint((place, whole, whole + LENGTH)):
                 marks = then[0].mark(name), then[1].mark(place)
-                return not _is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
+                return not is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
             *outer, _ = accumulate(place.split("."), "{}.{}".format)
             return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
 
@@ -230,7 +230,7 @@ class Attributes(Snapshot):
             for place, leaf in saved.leaves.items()
             if _may_be_alike(form, leaf)
             and place in before.leaves
-            and not _is_element(place)
+            and not is_element(place)
             and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
         )
 
@@ -377,6 +377,6 @@ def is_nonzero(gradient: Tensor) -> bool:
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 
-def _is_element(name: str) -> bool:
+def is_element(name: str) -> bool:
     """Whether it is in a list, or in a dict by a number."""
     return any(part.isdecimal() for part in name.split("."))

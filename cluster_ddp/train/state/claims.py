@@ -7,9 +7,9 @@ saved by that: a resume gives the value to the other one only.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.attributes import Attributes, is_element
 
 
 class Claims:
@@ -20,17 +20,42 @@ class Claims:
 
     def note(self, names: Iterable[str], now: Attributes, saved: Attributes) -> None:
         """Note where the state holds the values of attributes that have changed."""
-        places = collections.defaultdict[object, list[str]](list)
-        for place in saved.leaves:
-            places[saved.mark(place)].append(place)
+        places = _by_mark(saved.leaves, saved)
         for name in names:
-            if (mark := now.mark(name)) is not None:
-                for place in places.get(mark, ()):
-                    self._owners[place].add(name)
+            for place in places.get(now.mark(name), ()):
+                self._owners[place].add(name)
 
-    def is_taken(self, place: str, name: str, now: Attributes, saved: Attributes) -> bool:
-        """Whether a value in the state, in whatever form, belongs to others than this name, which still have it."""
-        place = place.partition(", ")[0]
-        owners = self._owners.get(place, set[str]())
-        mark = saved.mark(place)
-        return name not in owners and mark is not None and any(now.mark(owner) == mark for owner in owners)
+    def taken(self, now: Attributes, saved: Attributes, changed: Iterable[str]) -> Callable[[str, str], bool]:
+        """A function of a place and a name: whether the value there, in whatever form, belongs to other names.
+
+        To those that have had it before, and still do; or else, if the state has it less often than it is among what
+        has changed, to the one that is called like the place.
+        """
+        names, places = _by_mark(changed, now), _by_mark(saved.leaves, saved)
+
+        def is_taken(place: str, name: str) -> bool:
+            place = place.partition(", ")[0]
+            owners, mark = self._owners.get(place, set[str]()), saved.mark(place)
+            if name in owners or mark is None:
+                return False
+            rivals = [rival for rival in names.get(mark, ()) if rival != name]
+            is_scarce = len(rivals) >= len(places[mark]) and not is_element(place)  # a list may be logged besides
+            return any(now.mark(owner) == mark for owner in owners) or (
+                is_scarce and any(_likeness(rival, place) >= _likeness(name, place) for rival in rivals)
+            )
+
+        return is_taken
+
+
+def _by_mark(names: Iterable[str], at: Attributes) -> dict[object, list[str]]:
+    found = collections.defaultdict[object, list[str]](list)
+    for name in names:
+        if (mark := at.mark(name)) is not None:
+            found[mark].append(name)
+    return found
+
+
+def _likeness(name: str, place: str) -> int:
+    """How many parts of two names are the same, from the last one on."""
+    parts = zip(reversed(name.split(".")), reversed(place.split(".")), strict=False)
+    return next((number for number, (one, other) in enumerate(parts) if one != other), len(place))

@@ -32,8 +32,9 @@ _LISTS = (list, set, collections.deque)
 def undone(task: object) -> Iterator[None]:
     """Restore afterwards what the attributes of the task and of other objects of the user's hold, and their modules.
 
-    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models and optimizers, since others
-    may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not restored.
+    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models and optimizers,
+    since others may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not
+    restored.
     """
     modules = list(modules_around([task]))
     names = {module.__name__ for module in modules}

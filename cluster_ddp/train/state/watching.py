@@ -202,7 +202,8 @@ class Watch:
             for (was, _), changed in zip(looks, changes, strict=True)
         ]
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
-        is_taken = functools.partial(self._claims.is_taken, now=now, saved=saved)
+        rivals = set[str]() if is_first else set().union(*changes)  # at first, loading shows what comes back
+        is_taken = self._claims.taken(now, saved, rivals)
         kept: set[str] = set()  # of all that has changed, what the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
             changed = without_tables(changed, now.leaves)
