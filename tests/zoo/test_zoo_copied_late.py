@@ -43,6 +43,7 @@ class Copies(ZooTask):
         self.target = copy.deepcopy(self.online)
         self.mean: Any = 0.0
         self.rate, self.rates = 0.5, SimpleNamespace(now=0.5)
+        self.is_late, self.switch = False, SimpleNamespace(is_on=False)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().loss(model, batch)
@@ -66,14 +67,15 @@ class Copies(ZooTask):
         self.target.load_state_dict(self.online.state_dict())
         self.mean = np.float32(self.mean)
         self.rate = self.rates.now = 0.7 * self.rate
+        self.is_late = self.switch.is_on = True
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("steps", "seen", "average", "centre", "recent", "rate")
+        names = ("steps", "seen", "average", "centre", "recent", "rate", "is_late")
         named = {name: getattr(self, name) for name in names} | {"of_averages": self.averages.loss}
         return named | {"online": self.online.state_dict(), "mean": float(self.mean)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("steps", "seen", "average", "centre", "recent", "rate", "mean"):
+        for name in ("steps", "seen", "average", "centre", "recent", "rate", "is_late", "mean"):
             setattr(self, name, state[name])
         self.averages = Averages(state["of_averages"])
         self.online.load_state_dict(state["online"])
@@ -95,6 +97,7 @@ class CopiesAgain(Copies):
         if self.steps > 2:
             self.start, self.former_centre, self.first = self.seen, self.centre.clone(), self.recent
             self.anchor, self.mean, self.rates.now = self.average, np.float32(self.mean), self.rate
+            self.switch.is_on = self.is_late
 
 
 def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_it_is_copied_again(
@@ -103,6 +106,6 @@ def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
     assert told(Copies, tmp_path / "late", capfd, steps=4) == [
         "Copies.anchor_of_class", "task.anchor", "task.anchors", "task.averages", "task.first", "task.former_centre",
-        "task.mean", "task.rates", "task.start", "task.target", "test_zoo_copied_late.ANCHOR",
+        "task.mean", "task.rates", "task.start", "task.switch", "task.target", "test_zoo_copied_late.ANCHOR",
     ]  # fmt: skip
     assert told(CopiesAgain, tmp_path / "again", capfd, steps=4) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -124,7 +124,7 @@ class Attributes(Snapshot):
         saved: Attributes,
         fresh: Container[str] | None = None,
         then: tuple[Attributes, Attributes] | None = None,
-        is_taken: Callable[[str, str], bool] = lambda *_: False,
+        is_taken: Callable[[str, str, int | None], bool] = lambda *_: False,
     ) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
@@ -140,7 +140,8 @@ class Attributes(Snapshot):
         then
             What these were compared with, and what the state held then.
         is_taken
-            Whether what the state holds in a place belongs to other names than this one.
+            Whether what the state holds in a place belongs to other names than this one. The last argument is how many
+            places may have it; None: all with the same value.
         """
         lists = {name.removesuffix(LENGTH) for name in self.leaves if name.endswith(LENGTH)}
         leaves = saved.leaves
@@ -179,14 +180,17 @@ class Attributes(Snapshot):
         def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
                 return any(is_held(form, name) for form in _forms_of(value))
+            places: Iterator[str]
+            number: int | None
             if not is_common(value):
                 forms = _forms_of(value)
-                places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
-                places = (place for place in places if not is_taken(place, name) and is_as_precise(name, place))
+                found = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
+                places, number = (place for place in found if is_as_precise(name, place)), None
             else:
                 alike = ((place, leaf) for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
-                places = (place for place, leaf in alike if follows(name, place, leaf))
-            return any(was_there(name, place) for place in places)
+                following = [place for place, leaf in alike if follows(name, place, leaf)]
+                places, number = iter(following), len(following)
+            return any(was_there(name, place) and not is_taken(place, name, number) for place in places)
 
         def is_saved(name: str) -> bool:
             if name.endswith(LENGTH) and (sources := self._lists_of_parts.get(name.removesuffix(LENGTH))):

@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterable
 
 from cluster_ddp.train.state.attributes import Attributes, is_element
+from cluster_ddp.train.state.kinds import is_common
 
 
 class Claims:
@@ -20,29 +21,32 @@ class Claims:
 
     def note(self, names: Iterable[str], now: Attributes, saved: Attributes) -> None:
         """Note where the state holds the values of attributes that have changed."""
-        places = _by_mark(saved.leaves, saved)
+        places = _by_mark((place for place, leaf in saved.leaves.items() if not is_common(leaf)), saved)
         for name in names:
             for place in places.get(now.mark(name), ()):
                 self._owners[place].add(name)
 
-    def taken(self, now: Attributes, saved: Attributes, changed: Iterable[str]) -> Callable[[str, str], bool]:
-        """A function of a place and a name: whether the value there, in whatever form, belongs to other names.
+    def taken(
+        self, now: Attributes, saved: Attributes, changed: Iterable[str]
+    ) -> Callable[[str, str, int | None], bool]:
+        """A function of a place, a name, and how often the state has its value: whether that belongs to other names.
 
         To those that have had it before, and still do; or else, if the state has it less often than it is among what
         has changed, to the one that is called like the place.
         """
         names, places = _by_mark(changed, now), _by_mark(saved.leaves, saved)
 
-        def is_taken(place: str, name: str) -> bool:
-            place = place.partition(", ")[0]
-            owners, mark = self._owners.get(place, set[str]()), saved.mark(place)
+        def is_taken(place: str, name: str, number: int | None) -> bool:
+            place = place.partition(", ")[0]  # it may be in another form
+            mark, owners = saved.mark(place), self._owners.get(place, set[str]())
             if name in owners or mark is None:
                 return False
+            if any(now.mark(owner) == mark for owner in owners):
+                return True
             rivals = [rival for rival in names.get(mark, ()) if rival != name]
-            is_scarce = len(rivals) >= len(places[mark]) and not is_element(place)  # a list may be logged besides
-            return any(now.mark(owner) == mark for owner in owners) or (
-                is_scarce and any(_likeness(rival, place) >= _likeness(name, place) for rival in rivals)
-            )
+            if len(rivals) < (number or len(places[mark])) or is_element(place):  # a list may be logged besides
+                return False
+            return any(_likeness(rival, place) >= _likeness(name, place) for rival in rivals)
 
         return is_taken
 
