@@ -199,13 +199,35 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
                 weight.copy_(before)
 
 
-def mark_of(state: State) -> object:
-    """Something that differs once an evaluation has changed what the next step may depend on, other than by mistake."""
+def mark_of(state: State, put_back: Collection[str]) -> object:
+    """Something that differs once an evaluation has changed what the next step may depend on, other than by mistake.
+
+    Parameters
+    ----------
+    put_back
+        Names of frozen weights that are put back if the evaluation is interrupted; others would not be.
+    """
     tensors, scalars = state.collect()
-    for name in state.from_rank_0():  # frozen weights would not be put back
+    for name in {*state.from_rank_0()} - {f"model.{name}" for name in put_back}:
         tensors.pop(name, None)
     of_task = [scalars[key] for key in ("task", "extra_state", "modes_of_task")]
     return contents(tensors.items()), json.dumps(of_task, sort_keys=True)
+
+
+class FrozenWeights:
+    """Finds the frozen weights of a model that steps change themselves, such as those of a momentum encoder.
+
+    Make it before any of them has changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+        self._first = contents(self._weights.items())
+
+    def changed(self) -> set[str]:
+        """The names of those that have changed so far."""
+        now = contents(self._weights.items())
+        return {name for name, digest in now.items() if digest != self._first.get(name)}
 
 
 class BeforeEvaluation:
@@ -218,14 +240,32 @@ class BeforeEvaluation:
     evaluated
         The model that is evaluated: the same one, or the average. Its weights change if an embedding has ``max_norm``.
         Their copies take up the memory of the gradients, of which there are none at that point.
+    frozen
+        Tells which frozen weights an evaluation may change as well, because training does.
+
+    Attributes
+    ----------
+    frozen
+        The names of these.
     """
 
     def __init__(
-        self, model: nn.Module, evaluated: nn.Module, buffers: Buffers, task: Task, modes: Modes | None
+        self,
+        model: nn.Module,
+        evaluated: nn.Module,
+        buffers: Buffers,
+        frozen: FrozenWeights,
+        task: Task,
+        modes: Modes | None,
     ) -> None:
         self._buffers, self._task, self._modes = buffers, task, modes
         buffers.keep()
-        self._weights = [weight.detach() for weight in evaluated.parameters() if weight.requires_grad]
+        self.frozen = changed = frozen.changed()
+        named = [
+            *evaluated.named_parameters(),
+            *(model.named_parameters() if model is not evaluated and changed else ()),
+        ]
+        self._weights = [weight.detach() for name, weight in named if weight.requires_grad or name in changed]
         self._kept = [weight.clone() for weight in self._weights]
         self._extra_state = [
             (module, copy.deepcopy(module.get_extra_state()))

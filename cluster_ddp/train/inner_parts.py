@@ -5,15 +5,28 @@ Used to find random generators to seed, and state that no checkpoint contains.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
-from typing import Any
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, TypeGuard
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
+
+# Of libraries, but for whatever the user puts there.
+HOLDERS = (SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap)
 
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
@@ -53,11 +66,11 @@ def inner_parts(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object by name.
 
     For a plain object: its attributes, including slots; for a function: its closure, defaults and attributes; for a
-    method: its object; for a partial: its function and arguments.
+    method, also of a list or the like: its object; for a partial: its function and arguments.
     """
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, MethodType):
+    elif is_bound(value):
         yield "self", value.__self__
     else:
         if isinstance(value, FunctionType):
@@ -71,6 +84,13 @@ def inner_parts(value: object) -> Iterator[tuple[str, Any]]:
                 if isinstance(part, MemberDescriptorType):
                     with contextlib.suppress(AttributeError):  # not filled yet
                         yield name, part.__get__(value)
+
+
+def is_bound(value: object) -> TypeGuard[MethodType | BuiltinMethodType | MethodWrapperType]:
+    """Whether it is a method of an object, such as `append` of a list; other compiled functions belong to a module."""
+    if isinstance(value, (BuiltinMethodType, MethodWrapperType)):
+        return not isinstance(value.__self__, (ModuleType, type, type(None)))
+    return isinstance(value, MethodType)
 
 
 def compiled_numbers(value: object) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, 
 from cluster_ddp.train.distributed import all_gather_object, barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
-from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation, mark_of
+from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
 from cluster_ddp.train.evaluation_weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
@@ -224,7 +224,7 @@ class Trainer:
             parameters, self.scaler, world_size=self.world.world_size, device=self.device, compressed=compressed
         )
         self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=self.scaler)
-        self.buffers = Buffers(self.model)
+        self.buffers, self.frozen_weights = Buffers(self.model), FrozenWeights(self.model)
         self.overlap = Overlap(self.optimizer, self.device)
         self.nonfinite = NonFiniteCheck(train.max_bad_steps, self.update, self.gradients, self.model)
 
@@ -342,14 +342,14 @@ class Trainer:
         self.session.beat.enter(Phase.EVALUATING)
         self.buffers.send()  # each rank has its own BatchNorm statistics
         model = self.model if self.ema is None else self.ema.model()
-        before = BeforeEvaluation(self.model, model, self.buffers, self.task, self.state.modes)
-        mark = mark_of(self.state) if self.step == self.session.repeated.resumed else None
+        before = BeforeEvaluation(self.model, model, self.buffers, self.frozen_weights, self.task, self.state.modes)
+        mark = mark_of(self.state, before.frozen) if self.step == self.session.repeated.resumed else None
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
             values = self.evaluation.run(model, self.session.goes_on())
         if values is None:
             before.put_back()
         else:
-            if mark is not None and mark_of(self.state) != mark:
+            if mark is not None and mark_of(self.state, before.frozen) != mark:
                 self.session.repeated.begin_anew()
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}

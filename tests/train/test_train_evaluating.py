@@ -184,6 +184,26 @@ class OfWeights(Stopping):
         return super().evaluate(model, batch)
 
 
+class Follows(nn.Module):
+    """Has a frozen layer that follows another one in each forward pass, also of an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.net(inputs) + self.slow(inputs)
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.net.weight, 0.1)
+        return scores
+
+
+class OfFollowing(Stopping):
+    def model(self) -> nn.Module:
+        return Follows()
+
+
 class Merges(nn.Linear):
     """A frozen layer and a trained one of low rank, which eval() adds to its weight and train() takes off again."""
 
@@ -273,7 +293,7 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     ("make", "ema"), [(OfCalls, None), (OfItsMetric, None), (OfATeacher, None), (OfDraws, None), (OfModes, None),
-                      (OfWeights, None), (OfWeights, 0.9), (OfMerged, None), (OfMerged, 0.9)]
+                      (OfWeights, None), (OfWeights, 0.9), (OfMerged, None), (OfMerged, 0.9), (OfFollowing, None)]
 )  # fmt: skip
 def test_an_evaluation_that_was_cut_short_leaves_no_trace(
     make: type[Stopping], ema: float | None, tmp_path: Path

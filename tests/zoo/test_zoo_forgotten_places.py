@@ -55,6 +55,13 @@ class Whole(int):
     """A number with attributes."""
 
 
+def _made_here() -> type:
+    class Counter:
+        seen = 0
+
+    return Counter
+
+
 class Elsewhere(ZooTask):
     """Keeps numbers in places of many kinds."""
 
@@ -74,6 +81,7 @@ class Elsewhere(ZooTask):
         self.future = concurrent.futures.Future[int]()
         self.cache, self.by_name = Helper(), importlib.import_module("zoo_by_name")
         self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
+        self.counter: Any = _made_here()
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1, device=device())
@@ -88,6 +96,7 @@ class Elsewhere(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.in_slot, self.described = self.in_slot + 1, self.described + 1
         self.Settings.seen += 1
+        self.counter.seen += 1
         self.counted()
         self.day += datetime.timedelta(days=1)
         self.future = concurrent.futures.Future()
@@ -110,9 +119,9 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
     names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
-        "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config", "task.day",
-        "task.future", "task.in_slot", "task.other", "task.private", "task.whole", "the settings of torch",
-        "zoo_by_name.CALLS",
+        "Counter.seen", "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config",
+        "task.day", "task.future", "task.in_slot", "task.other", "task.private", "task.whole",
+        "the settings of torch", "zoo_by_name.CALLS",
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import collections
 import decimal
 import enum
 import io
+import itertools
 import multiprocessing
 import random
 import threading
@@ -133,6 +134,8 @@ class Changes(ZooTask):
         self.text, self.bytes = io.StringIO(), io.BytesIO()
         self.sampler, self.index = WeightedRandomSampler([1.0] * 4, 2), Index(prec=5)
         self.replayed, self.prioritized, self.summed, self.streamed = Replay(), Replay(), Replay(), Stream()
+        self.method, self.next_number = list[int]().append, itertools.count().__next__
+        self.seen_as_memory = memoryview(bytearray(1))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.replaced_criterion, self.replaced_function, self.replaced_class = nn.MSELoss(), F.mse_loss, nn.MSELoss
@@ -174,6 +177,8 @@ class Changes(ZooTask):
         self.prioritized.priorities[0] = 1.0
         self.summed.sums.count += 1
         self.streamed.items.append(1)
+        self.method(self.next_number())
+        self.seen_as_memory[0] += 1
         return super().loss(model, batch)
 
 

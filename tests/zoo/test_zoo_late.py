@@ -236,16 +236,17 @@ class LoadsLittle(ZooTask):
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
-        self.memory, self.places = Memory(), dict[int, int]()
+        self.memory, self.places, self.bag = Memory(), dict[int, int](), SimpleNamespace(place=0)
         self.counted: list[tuple[int, ...]] = []
         MEMORY.__init__()  # type: ignore[misc]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        for memory in (self.memory, MEMORY):
+        memories = (self.memory, MEMORY, self.bag)
+        for memory in memories:
             memory.place += 1
+        for memory in (self.memory, MEMORY):
             memory.numbers.append(memory.place)
         self.places[self.memory.place] = MEMORY.place
-        memories = (self.memory, MEMORY)
         self.counted.append((len(self.places), *(memory.place for memory in memories), *self.memory.numbers))
         return super().loss(model, batch)
 
@@ -255,7 +256,7 @@ class LoadsLittle(ZooTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.places.clear()
         self.memory.numbers[:], self.memory.place = state["numbers"], 0
-        MEMORY.numbers, MEMORY.place = state["numbers"], 0
+        MEMORY.numbers, MEMORY.place, self.bag.place = state["numbers"], 0, 0
 
 
 def counted(folder: Path) -> list[tuple[int, ...]]:
@@ -271,8 +272,8 @@ def counted(folder: Path) -> list[tuple[int, ...]]:
 
 def test_a_check_leaves_the_objects_of_the_task_as_they_are(tmp_path: Path) -> None:
     (found,) = run_ranks(counted, 1, tmp_path)  # where no test before has left a thread of its own
-    assert [numbers[:3] for numbers in found] == [(number, number, number) for number in (1, 2, 3)]
-    assert found[-1][3:] == (1, 2, 3)
+    assert [numbers[:4] for numbers in found] == [(number,) * 4 for number in (1, 2, 3)]
+    assert found[-1][4:] == (1, 2, 3)
 
 
 class SumsUp(ZooTask):

@@ -5,7 +5,7 @@ optimizer, groups, plain          what optimizers hold, also outside their state
 modes, hidden_buffers             what else modules hold: modes, and buffers that state_dict() omits
 packing, stored                   values as JSON and named tensors, and what may be loaded
 selfcheck, undoing, comparing     whether it comes back, tried once without touching what trains
-watching, attributes, snapshot, contents   what training changes and no checkpoint contains
+watching, attributes, snapshot, contents, claims   what training changes and no checkpoint contains
 held, surroundings, kinds, places   where that may be, and what single values there tell
 only_written, position_tables, set_anew     what cannot matter to a resume, although it changes
 """

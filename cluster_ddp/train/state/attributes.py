@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -124,6 +124,7 @@ class Attributes(Snapshot):
         saved: Attributes,
         fresh: Container[str] | None = None,
         then: tuple[Attributes, Attributes] | None = None,
+        is_taken: Callable[[str, str, int | None], bool] = lambda *_: False,
     ) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
@@ -138,18 +139,21 @@ class Attributes(Snapshot):
             What the state holds, and the names there of what has changed as well; None: all.
         then
             What these were compared with, and what the state held then.
+        is_taken
+            Whether what the state holds in a place belongs to other names than this one. The last argument is how many
+            places may have it; None: all with the same value.
         """
         lists = {name.removesuffix(LENGTH) for name in self.leaves if name.endswith(LENGTH)}
         leaves = saved.leaves
         changed_there = {key: leaf for key, leaf in leaves.items() if fresh is None or key in fresh}
 
         def was_there(name: str, place: str) -> bool:
-            if then is None or name not in then[0].leaves or _is_element(name):
+            if then is None or name not in then[0].leaves or is_element(name):
                 return True
             whole, held = place.partition(", ")[0], then[1].leaves
             if not held.keys().isdisjoint((place, whole, whole + LENGTH)):
-                marks = then[0]._mark(name), then[1]._mark(place)
-                return not _is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
+                marks = then[0].mark(name), then[1].mark(place)
+                return not is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
             *outer, _ = accumulate(place.split("."), "{}.{}".format)
             return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
 
@@ -167,16 +171,26 @@ class Attributes(Snapshot):
             there = then[1].leaves[place]
             return is_common(there) and bool(before == there)
 
+        def is_as_precise(name: str, place: str) -> bool:
+            """Whether a number that has come to be one of another precision is one in the state, too."""
+            kind = self._kinds.get(name)
+            is_new = then is not None and name in then[0].leaves and then[0]._kinds.get(name) is not kind
+            return not (is_new and kind in _OTHER_FLOATS) or saved._kinds.get(place) is kind
+
         def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
                 return any(is_held(form, name) for form in _forms_of(value))
+            places: Iterator[str]
+            number: int | None
             if not is_common(value):
                 forms = _forms_of(value)
-                places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
+                found = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
+                places, number = (place for place in found if is_as_precise(name, place)), None
             else:
                 alike = ((place, leaf) for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
-                places = (place for place, leaf in alike if follows(name, place, leaf))
-            return any(was_there(name, place) for place in places)
+                following = [place for place, leaf in alike if follows(name, place, leaf)]
+                places, number = iter(following), len(following)
+            return any(was_there(name, place) and not is_taken(place, name, number) for place in places)
 
         def is_saved(name: str) -> bool:
             if name.endswith(LENGTH) and (sources := self._lists_of_parts.get(name.removesuffix(LENGTH))):
@@ -220,7 +234,7 @@ class Attributes(Snapshot):
             for place, leaf in saved.leaves.items()
             if _may_be_alike(form, leaf)
             and place in before.leaves
-            and not _is_element(place)
+            and not is_element(place)
             and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
         )
 
@@ -248,8 +262,9 @@ class Attributes(Snapshot):
     def _owners(self) -> dict[str, int]:
         return {name: key for key, name in self._seen.items() if isinstance(key, int)}
 
-    def _mark(self, name: str) -> Any:
-        """What tells the value that a leaf had from others."""
+    def mark(self, name: str) -> Any:
+        """What tells the value that a leaf had from others; None if there is none."""
+        name = name if name in self.leaves else self._aliases.get(name) or self._first_name(name) or name
         leaf = self.leaves.get(name)
         return self._contents.get(name) if leaf is None or isinstance(leaf, Tensor) else repr(leaf)
 
@@ -320,7 +335,8 @@ class Attributes(Snapshot):
         leaf, loaded = self.leaves.get(name), again.leaves[name]
         if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
             return equal_bits(leaf, loaded)
-        return is_same(leaf, loaded)
+        kinds = {self._kinds.get(name), again._kinds.get(name)}
+        return is_same(leaf, loaded) and (len(kinds) == 1 or kinds.isdisjoint(_OTHER_FLOATS))
 
     def are_alike(self, name: str, again: Attributes) -> bool:
         """Whether the same comes back under a name, or nothing if there is nothing."""
@@ -365,6 +381,6 @@ def is_nonzero(gradient: Tensor) -> bool:
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 
-def _is_element(name: str) -> bool:
+def is_element(name: str) -> bool:
     """Whether it is in a list, or in a dict by a number."""
     return any(part.isdecimal() for part in name.split("."))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import enum
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.inner_parts import PLAIN, elements, length
+from cluster_ddp.train.inner_parts import HOLDERS, PLAIN, elements, is_bound, length
 
 _DEPTH, _WIDTH, _FAR = 10, 100, 1_000_000  # of what counts as small
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
@@ -32,8 +31,7 @@ _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "acc
 # things.
 SEEN_INTO = (
     Optimizer, LRScheduler, Sampler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
-    Distribution, np.poly1d, np.polynomial.Polynomial, argparse.Namespace, types.SimpleNamespace, queue.Queue,
-    collections.UserDict, collections.UserList, collections.ChainMap, threading.local,
+    Distribution, np.poly1d, np.polynomial.Polynomial, queue.Queue, threading.local, *HOLDERS,
 )  # fmt: skip
 # Which one of several a name refers to matters, such as the network that is the teacher for now.
 REFERRED_TO = (nn.Module, Optimizer, Tensor)
@@ -106,7 +104,7 @@ def is_replaced(was: Any, now: Any) -> bool:
 
 
 def is_of_library(value: Any) -> bool:
-    if isinstance(value, (functools.partial, MethodType)):
+    if isinstance(value, functools.partial) or is_bound(value):
         return False  # their contents are searched separately
     if isinstance(value, (Dataset, type)):
         return True

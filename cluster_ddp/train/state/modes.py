@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts
+from cluster_ddp.train.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
 from cluster_ddp.train.state.kinds import is_library
 from cluster_ddp.train.state.surroundings import variables_around
 
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
-_NAMESPACES = (SimpleNamespace, argparse.Namespace)
 
 
 class Modes:
@@ -98,4 +95,4 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return list(dict.items(value))
     if issubclass(type(value), CONTAINERS):
         return enumerate(elements(value))
-    return () if is_library(type(value).__module__) and not issubclass(type(value), _NAMESPACES) else inner_parts(value)
+    return () if is_library(type(value).__module__) and not issubclass(type(value), HOLDERS) else inner_parts(value)

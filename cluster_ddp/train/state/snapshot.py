@@ -218,6 +218,8 @@ class Snapshot:
             self.leaves[name] = bytes(value)
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
+        elif isinstance(value, memoryview):
+            self._look(name, value.obj, depth)
         elif is_iterator(value):
             place = place_of(value)
             is_variable = depth == 0 and not name.startswith(("task.", "model"))

@@ -81,6 +81,8 @@ def generators_around(objects: Iterable[object]) -> dict[str, Any]:
 
 
 def _itself(value: object) -> tuple[Any, ...]:
+    if isinstance(value, type):
+        return value.__mro__
     return (value,) if isinstance(value, (FunctionType, ModuleType)) else ()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, length
+from cluster_ddp.train.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.surroundings import is_of_user, modules_around
 
@@ -32,8 +32,9 @@ _LISTS = (list, set, collections.deque)
 def undone(task: object) -> Iterator[None]:
     """Restore afterwards what the attributes of the task and of other objects of the user's hold, and their modules.
 
-    Covers their lists, dicts and sets as well; in what belongs to libraries, only models and optimizers, since others
-    may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not restored.
+    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models and optimizers,
+    since others may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not
+    restored.
     """
     modules = list(modules_around([task]))
     names = {module.__name__ for module in modules}
@@ -44,7 +45,7 @@ def undone(task: object) -> Iterator[None]:
     kept += [(vars(module), dict(vars(module)), True) for module in modules]
     own = {id(value) for value in (*variables, *of_classes)}
     for part in parts_of(task, *variables, *of_classes):
-        is_own = is_of_user(type(part).__module__) or (id(part) in own and isinstance(part, CONTAINERS))
+        is_own = is_of_user(type(part).__module__) or (id(part) in own and isinstance(part, (*CONTAINERS, *HOLDERS)))
         place = None
         with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
             # By its type: a proxy may say that it is a dict.

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.attributes import Attributes, is_nonzero
+from cluster_ddp.train.state.claims import Claims
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.only_written import is_asked_for
@@ -104,6 +105,7 @@ class Watch:
         self._anew: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._cleared: set[str] = set()  # gradients that were zero before the next ones were added to them
+        self._claims = Claims()
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
         self._inner_comes_back: dict[str, bool] = {}  # of numbers in the model, or in what the task makes in model()
 
@@ -200,7 +202,9 @@ class Watch:
             for (was, _), changed in zip(looks, changes, strict=True)
         ]
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
-        kept: set[str] = set()  # of these, those that the state has under any name
+        rivals = set[str]() if is_first else set().union(*changes)  # at first, loading shows what comes back
+        is_taken = self._claims.taken(now, saved, rivals)
+        kept: set[str] = set()  # of all that has changed, what the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
             changed = without_tables(changed, now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
@@ -210,8 +214,8 @@ class Watch:
             skipped |= lost | self._made_again | self._cleared
             changed = [name for name in changed if name not in skipped and holders[name] not in parts]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
-            tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then))
-            kept.update(set(tested).intersection(comes_back).difference(changed))
+            tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then), is_taken)
+            kept.update(set(tested).difference(changed))
             # Later, what loading has derived from other values may no longer be what it would derive.
             derived = comes_back.intersection(changed) if may_load else set[str]()
             derived = {name for name in derived if is_value(now.leaves.get(name)) and name in was.leaves}
@@ -220,7 +224,7 @@ class Watch:
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
-                changed = now.unsaved(changed, forms, fresh, (was, saved_then))
+                changed = now.unsaved(changed, forms, fresh, (was, saved_then), is_taken)
             told = {name: _gradients_in(at) if name.endswith(GRADIENT) else at for name, at in holders.items()}
             if may_load and (new := [name for name in changed if told[name] not in self._told]):
                 made = self._made_by_loading(new, was, now)
@@ -230,7 +234,8 @@ class Watch:
             found.update(told[name] for name in changed)
         # From now on these have to be there whenever they have changed: the state may have a copy that is not always
         # renewed. What is only restored from something else cannot be told from its values.
-        direct = {name for name in kept if now.has_a_place_in(saved, name, looks[0][1])}
+        self._claims.note(kept, now, saved)
+        direct = {name for name in kept & comes_back if now.has_a_place_in(saved, name, looks[0][1])}
         self._comes_back = {name: True for name, does in self._comes_back.items() if does and name not in direct}
         self._inner_comes_back = {name: does for name, does in self._inner_comes_back.items() if name not in direct}
         self._made_again, self._cleared = set(), set()
