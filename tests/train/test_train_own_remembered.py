@@ -89,6 +89,42 @@ def train(once: Any, weight: float) -> None:
         (weight * MODEL(batch).square().mean()).backward()
 
 
+def passes_it_to_a_step(once: Any) -> None:
+    criterion: nn.Module = nn.MSELoss()
+    for epoch in range(3):
+        for batch in once():
+            step(batch, epoch, criterion=criterion)
+        if epoch == 1:
+            criterion = nn.L1Loss()
+
+
+def step(batch: Tensor, epoch: int, criterion: nn.Module) -> None:
+    loss = criterion(MODEL(batch), batch)
+    loss.backward()
+    print(epoch)
+
+
+class Trainer:
+    """Keeps its weight itself."""
+
+    weight = 1.0
+
+    def train(self, once: Any) -> None:
+        for batch in once():
+            self.step(batch)
+
+    def step(self, batch: Tensor) -> None:
+        (self.weight * MODEL(batch).mean()).backward()
+
+
+def sets_an_attribute_of_its_trainer(once: Any) -> None:
+    trainer = Trainer()
+    for epoch in range(3):
+        trainer.train(once)
+        if epoch == 1:
+            trainer.weight = 0.5
+
+
 def ends_by_its_losses(once: Any) -> None:
     losses: list[float] = []
     for _ in range(3):
@@ -105,7 +141,7 @@ def lowers_its_own_rate(once: Any) -> None:
         for batch in once():
             MODEL(batch).mean().backward()
             for weight in MODEL.parameters():
-                weight.data.add_(weight.grad, alpha=-rate)
+                weight.data.add_(weight.grad, alpha=-rate)  # type: ignore[arg-type]
         if MODEL.weight.mean() > 9:
             rate /= 4
 
@@ -135,11 +171,23 @@ def uses_what_the_first_batch_sets(once: Any) -> None:
             (MODEL(batch) - MODEL(anchor)).square().mean().backward()
 
 
-TOLD = {
+def begins_late_in_each_epoch(once: Any) -> None:
+    weight = 0.0
+    for _ in range(3):
+        for number, batch in enumerate(once()):
+            if number > 2:
+                weight = 0.5
+            (weight * MODEL(batch).mean()).backward()
+
+
+TOLD: dict[Callable[[Any], None], str] = {
+    begins_late_in_each_epoch: "weight",
     changes_its_criterion: "criterion",
     changes_what_its_criterion_holds: "criterion.weight",
     begins_another_stage: "stage",
     raises_a_weight_once_it_is_good: "beta",
+    passes_it_to_a_step: "criterion",
+    sets_an_attribute_of_its_trainer: "trainer.weight",
     ends_by_its_losses: "losses",
     lowers_its_own_rate: "rate",
     clips_by_a_mean: "bound",
@@ -148,16 +196,18 @@ TOLD = {
 }
 
 
-def from_then_on(once: Any, warm: int = 1) -> None:
+def from_then_on(once: Any, warm: int = 1, kind: str = "abs") -> None:
     criterion: nn.Module = nn.MSELoss()
-    weight = 0.0
+    weight = scale = 0.0
     for epoch in range(3):
         if epoch >= warm:
             criterion = nn.L1Loss()
-        for number, batch in enumerate(once()):
-            if epoch + 1 > warm and 1 < number:
+        if kind == "abs":
+            scale = 0.1
+        for batch in once():
+            if epoch + 1 > warm:
                 weight = 0.5
-            (criterion(MODEL(batch), batch) + weight * MODEL(batch).mean()).backward()
+            (criterion(MODEL(batch), batch) + weight * scale * MODEL(batch).mean()).backward()
 
 
 def makes_a_mask_once(once: Any) -> None:
@@ -195,7 +245,7 @@ def sets_it_on_all_ways(once: Any) -> None:
             target = batch
         batch = batch * scale
         parts = [part.mean() for part in MODEL(batch) - target]
-        sum(parts).backward()  # type: ignore[union-attr]
+        sum(parts).backward()
 
 
 def only_prints(once: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
-from types import FrameType, GeneratorType
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
-from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.program import running_frames
 from cluster_ddp.train.own.watch.paths import is_read_first, names_read
 from cluster_ddp.train.own.watch.syntax import (
     Text,
@@ -29,7 +30,9 @@ from cluster_ddp.train.own.watch.syntax import (
     name_of,
     nodes_around,
     text_of,
+    tree_of_object,
     value_of,
+    with_parents,
 )
 
 _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
@@ -97,11 +100,11 @@ class Remembered:
             if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     text = text_of(frame)
-                    uses = {**_uses_in(text), **(inside(text, frame) if inside else {})}
+                    uses = {**_uses_in(text), **_uses_of_calls(text, frame), **(inside(text, frame) if inside else {})}
                     for name in _remembered(text, uses, frame):
                         if self._is_unsaved(name, frame):
                             yield name, _now(name, frame)
-                    inside = functools.partial(_uses_by_call, called=frame, names=set().union(*uses.values()))
+                    inside = functools.partial(_uses_by_call, called=frame.f_code, names=_all_names(uses))
 
     def _is_unsaved(self, name: str, frame: FrameType) -> bool:
         found, owner = _now(name, frame), name.rpartition(".")[0]
@@ -113,9 +116,10 @@ class Remembered:
             return False
         if isinstance(found, nn.Module):  # perhaps DDP around one that was passed in, or a part of both
             return not any(id(part) in saved for part in found.modules())
-        is_running = isinstance(found, GeneratorType) and found.gi_running
+        if isinstance(found, GeneratorType):  # one that runs passes on the batches of the loader
+            return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
         is_ours = type(found).__module__.partition(".")[0] == _OURS
-        return not (is_running or is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
+        return not (is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
 
     def _things(self) -> list[Any]:
         return [*self._passed_in.optimizers, *self._passed_in.others.values()]
@@ -144,34 +148,66 @@ def _is_choice(node: ast.AST) -> bool:
     return isinstance(node, (ast.If, ast.While))
 
 
-def _uses_by_call(text: Text, frame: FrameType, called: FrameType, names: set[str]) -> _Uses:
+def _uses_of_calls(text: Text, frame: FrameType) -> _Uses:
+    """What the innermost running loop passes on to functions of the program that compute a loss from it."""
+    uses: _Uses = {}
+    for call in (node for loop in text.loops[-1:] for node in below(loop, text.parents) if isinstance(node, ast.Call)):
+        function = inspect.unwrap(getattr(found := _now(name_of(call.func) or "", frame), "__func__", found))
+        if inspect.isfunction(function) and not is_of_library(function.__code__.co_filename):
+            for scope in tree_of_object(function).body:
+                inner = _all_names(_uses_in(Text(with_parents(scope), [scope])))  # type: ignore[list-item]
+                statement = _statement_of(call, text)
+                uses[statement] = uses.get(statement, set()) | _passed_on(call, function.__code__, inner)
+    return uses
+
+
+def _uses_by_call(text: Text, frame: FrameType, called: CodeType, names: set[str]) -> _Uses:
     """What the statement that is running passes on to a function for one of these names there."""
-    code, there = called.f_code, variables_of(called)
-    parameters = [name for name in code.co_varnames[: code.co_argcount] if name != "self"]
-    for call in (node for node in text.parents if isinstance(node, ast.Call)):
-        if not _is_at(call, frame.f_lineno) or (name_of(call.func) or "").rpartition(".")[2] != code.co_name:
-            continue
-        given = dict(zip(parameters, call.args, strict=False)) | {word.arg: word.value for word in call.keywords}
-        found: set[str] = set()
-        for name in names:
-            first, dot, rest = name.partition(".")
-            if first in given:
-                found.add(f"{name_of(given[first])}{dot}{rest}")
-            elif first not in there or there[first] is variables_of(frame).get(first):  # a global variable, or `self`
-                found.add(name)
-        return {next(around for around in nodes_around(call, text.parents) if isinstance(around, ast.stmt)): found}
-    return {}
+    return {
+        _statement_of(call, text): _passed_on(call, called, names)
+        for call in (node for node in text.parents if isinstance(node, ast.Call))
+        if call.lineno <= frame.f_lineno <= (call.end_lineno or 0)
+        and (name_of(call.func) or "").rpartition(".")[2] == called.co_name
+    }
+
+
+def _passed_on(call: ast.Call, code: CodeType, names: set[str]) -> set[str]:
+    """The names by which a call passes on what a function has under these names, or by which both have it."""
+    parameters = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    given = {word.arg: word.value for word in call.keywords}
+    if isinstance(call.func, ast.Attribute) and parameters[:1] == ["self"]:
+        given[parameters.pop(0)] = call.func.value
+    given |= dict(zip(parameters, call.args, strict=False))
+    found: set[str] = set()
+    for name in names:
+        first, dot, rest = name.partition(".")
+        if first in given:
+            found.add(f"{name_of(given[first])}{dot}{rest}")
+        elif first not in code.co_varnames:
+            found.add(name)
+    return found
+
+
+def _statement_of(node: ast.AST, text: Text) -> ast.AST:
+    return next(around for around in nodes_around(node, text.parents) if isinstance(around, ast.stmt))
+
+
+def _all_names(uses: _Uses) -> set[str]:
+    return {name for names in uses.values() for name in names}
 
 
 def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
-    names = set().union(*uses.values())
+    names, growing = _all_names(uses), set[str]()
+    setting = {node: names_set for node in text.parents if (names_set := _set_by(node))}
     for loop in text.loops:
         inside = list(below(loop, text.parents))
-        setting = {name for node in inside for name in _set_by(node)}
-        varying = setting | {name for other in text.loops for name in assigned(other)}
-        certain = {node for node in inside if isinstance(node, ast.If) and _holds_from_then_on(node, varying, frame)}
-        for name in sorted(setting & names - assigned(loop)):
-            nodes = [node for node in text.parents if name in _set_by(node)]
+        set_here = {name for node in inside for name in setting.get(node, ())}
+        growing |= assigned(loop) | {name for node in inside if (name := counted(node)) is not None}
+        growing = {name for name in growing if type(_now(name, frame)) is int}
+        varying = {name for node in (*text.loops, *inside) for name in assigned(node)} | set_here
+        certain = {node for node in inside if isinstance(node, ast.If) and _holds_on(node, growing, varying)}
+        for name in sorted(set_here & names - assigned(loop)):
+            nodes = [node for node, found in setting.items() if name in found]
             if any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
                 continue
             if any(_RESTORED.search(ast.unparse(node)) for node in nodes):
@@ -200,32 +236,26 @@ def _is_if_none(node: ast.If, name: str) -> bool:
     return ast.unparse(node.test) in (f"{name} is None", f"not {name}")
 
 
-def _holds_from_then_on(node: ast.If, varying: set[str], frame: FrameType) -> bool:
+def _holds_on(node: ast.If, growing: set[str], varying: set[str]) -> bool:
     """Whether this is an ``if`` that is true in each pass after one in which it was, as ``if epoch >= 10:``."""
-    for part in ast.walk(node.test):
-        if isinstance(part, ast.Call) and name_of(part.func) not in _CONSTANT:
-            return False
-        if name_of(part) in varying and type(_now(name_of(part) or "", frame)) is not int:
-            return False
-    return not node.orelse and all(
-        _grows(part, varying)
-        for part in ast.walk(node.test)
-        if isinstance(part, ast.Compare) and any(name_of(inner) in varying for inner in ast.walk(part))
-    )
-
-
-def _grows(compare: ast.Compare, varying: set[str]) -> bool:
-    """Whether this compares a number that grows from pass to pass with a bound."""
-    upper = compare.left if isinstance(compare.ops[0], (ast.Gt, ast.GtE)) else compare.comparators[0]
-    if len(compare.ops) > 1 or not isinstance(compare.ops[0], (ast.Gt, ast.GtE, ast.Lt, ast.LtE)):
+    parts = list(ast.walk(node.test))
+    names = {name for part in parts if (name := name_of(part)) is not None}
+    calls = {name_of(part.func) for part in parts if isinstance(part, ast.Call)}
+    if node.orelse or not names.isdisjoint(varying - growing) or not calls <= _CONSTANT:
         return False
-    lower = compare.comparators[0] if upper is compare.left else compare.left
-    is_remainder = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(upper))
-    return not is_remainder and not any(name_of(part) in varying for part in ast.walk(lower))
+    return all(_grows(part, growing) for part in parts if isinstance(part, ast.Compare))
 
 
-def _is_at(node: ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)
+def _grows(compare: ast.Compare, growing: set[str]) -> bool:
+    """Whether this compares what is always the same, or a number that grows from pass to pass with a bound."""
+    sides = [
+        [part for part in ast.walk(side) if (name_of(part) or "").endswith(".step") or name_of(part) in growing]
+        for side in (compare.left, *compare.comparators)
+    ]
+    upper = 0 if isinstance(compare.ops[0], (ast.Gt, ast.GtE)) else 1
+    is_bound = isinstance(compare.ops[0], (ast.Gt, ast.GtE, ast.Lt, ast.LtE)) and len(compare.ops) == 1
+    is_remainder = any(isinstance(part, ast.Mod) for part in ast.walk(compare))
+    return not any(sides) or (is_bound and not is_remainder and not sides[1 - upper])
 
 
 def _now(name: str, frame: FrameType) -> Any:
