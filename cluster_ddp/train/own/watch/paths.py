@@ -55,10 +55,15 @@ def own_parts(statement: ast.AST) -> list[ast.AST]:
 
 def names_read(statements: Iterable[ast.AST]) -> dict[ast.AST, set[str]]:
     """What each of these statements reads itself, for `is_read_first`."""
-    return {
-        statement: {name for part in own_parts(statement) for node in ast.walk(part) for name in _read_by(node)}
-        for statement in statements
-    }
+    return {statement: {name for part in own_parts(statement) for name in _names_in(part)} for statement in statements}
+
+
+def _names_in(part: ast.AST) -> set[str]:
+    """What a part of a statement reads, without the variables of comprehensions and lambdas in it."""
+    nodes = list(ast.walk(part))
+    inner = {name for node in nodes if isinstance(node, ast.comprehension) for name in assigned(node)}
+    inner |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return {name for node in nodes for name in _read_by(node)} - inner
 
 
 def _read_by(node: ast.AST) -> set[str]:
