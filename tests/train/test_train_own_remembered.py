@@ -89,6 +89,18 @@ def train(once: Any, weight: float) -> None:
         (weight * MODEL(batch).square().mean()).backward()
 
 
+def lowers_its_rate_by_a_sum(once: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(MODEL.parameters()))
+    for _ in range(3):
+        total = 0.0
+        for batch in once():
+            loss = MODEL(batch).mean()
+            loss.backward()
+            total += loss.item()
+        mean = total / 2
+        scheduler.step(mean)
+
+
 def passes_it_to_a_step(once: Any) -> None:
     criterion: nn.Module = nn.MSELoss()
     for epoch in range(3):
@@ -146,6 +158,19 @@ def lowers_its_own_rate(once: Any) -> None:
             rate /= 4
 
 
+def prunes_by_masks(once: Any) -> None:
+    masks: dict[str, Tensor] = {}
+    for epoch in range(3):
+        for batch in once():
+            MODEL(batch).mean().backward()
+            with torch.no_grad():
+                for name, weight in MODEL.named_parameters():
+                    if name in masks:
+                        weight.mul_(masks[name])
+        if epoch == 1:
+            masks = {name: weight.abs() > 0.1 for name, weight in MODEL.named_parameters()}
+
+
 def clips_by_a_mean(once: Any) -> None:
     bound = 1.0
     for batch in once():
@@ -186,10 +211,12 @@ TOLD: dict[Callable[[Any], None], str] = {
     changes_what_its_criterion_holds: "criterion.weight",
     begins_another_stage: "stage",
     raises_a_weight_once_it_is_good: "beta",
+    lowers_its_rate_by_a_sum: "total",
     passes_it_to_a_step: "criterion",
     sets_an_attribute_of_its_trainer: "trainer.weight",
     ends_by_its_losses: "losses",
     lowers_its_own_rate: "rate",
+    prunes_by_masks: "masks",
     clips_by_a_mean: "bound",
     takes_tasks_in_turn: "tasks",
     uses_what_the_first_batch_sets: "anchor",
@@ -248,6 +275,17 @@ def sets_it_on_all_ways(once: Any) -> None:
         sum(parts).backward()
 
 
+def lowers_its_rate_by_an_evaluation(once: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(MODEL.parameters()))
+    for _ in range(3):
+        for batch in once():
+            MODEL(batch).mean().backward()
+        total = 0.0
+        for batch in torch.rand(2, 3, 4):
+            total += MODEL(batch).mean().item()
+        scheduler.step(total / 2)
+
+
 def only_prints(once: Any) -> None:
     best, shown, total = 0.0, [], 0.0
     for epoch in range(3):
@@ -286,6 +324,7 @@ NOT_TOLD = [
     makes_a_mask_once,
     sums_losses_between_updates,
     sets_it_on_all_ways,
+    lowers_its_rate_by_an_evaluation,
     only_prints,
     keeps_it,
     wraps_its_model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ _OF_LIBRARIES = {"_valid_iterator_id", "_number_of_samples_yielded", "_shm_prefi
 
 class ChangedData:
     """Warns, once, if code after the batches changes numbers or labels in the data set, or what the samplers hold.
+
+    The transforms that the data set holds count as parts of it.
 
     Labels are tensors and arrays of at most two dimensions; larger ones may be a cache, and so is what the data set
     itself fills when it is read. It also warns if steps change such labels, for example the weights of a sampler.
@@ -156,7 +159,7 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         for name, value in list(getattr(part, "__dict__", {}).items())
         if isinstance(value, kinds)
         and name not in _OF_LIBRARIES
-        and not (name in filled and isinstance(value, _ARRAYS))
+        and not (name in filled and (isinstance(value, _ARRAYS) or _is_transform(part)))
     }
     return {
         f"{type(part).__name__}.{name}": fingerprint_of(value) if isinstance(value, _ARRAYS) else repr(value)
@@ -172,7 +175,7 @@ def _filled_when_read(kind: type) -> set[str]:
     The methods that are called for it count as well.
     """
     found: set[str] = set()
-    methods, seen = ["__getitem__", "__getitems__", "__iter__"], set[str]()
+    methods, seen = ["__getitem__", "__getitems__", "__iter__", "__call__", "forward"], set[str]()
     while methods:
         method = methods.pop()
         if method in seen:
@@ -194,12 +197,17 @@ def _of_self(node: ast.AST) -> list[str]:
 
 
 def _data_sets(value: Any, depth: int) -> Iterator[Any]:
-    """A data set and those inside it."""
+    """A data set, and the data sets and transforms inside it."""
     if isinstance(value, (list, tuple)):
         if len(value) <= _WIDTH:
             for part in value:
                 yield from _data_sets(part, depth)
-    elif isinstance(value, torch_data.Dataset) and depth:
+    elif (isinstance(value, torch_data.Dataset) or _is_transform(value)) and depth:
         yield value
         for part in list(getattr(value, "__dict__", {}).values()):
             yield from _data_sets(part, depth - 1)
+
+
+def _is_transform(value: Any) -> bool:
+    """Whether this may be what a data set applies to its samples, such as an augmentation with a strength."""
+    return callable(value) and not (inspect.isroutine(value) or isinstance(value, (type, torch_data.Dataset, Tensor)))

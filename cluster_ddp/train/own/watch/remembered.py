@@ -12,6 +12,7 @@ from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import Kept, KeptValues
@@ -113,6 +114,8 @@ class Remembered:
         saved = {id(thing) for thing in (*self._things(), *self._kept.values.values())}
         saved |= {id(part) for module in modules for part in module.modules()}
         if any(isinstance(holder, Kept) or id(holder) in saved for holder in holders):
+            return False
+        if isinstance(holders[-1], Dataset):  # compared at a resume, by `ChangedData`
             return False
         if isinstance(found, nn.Module):  # perhaps DDP around one that was passed in, or a part of both
             return not any(id(part) in saved for part in found.modules())
