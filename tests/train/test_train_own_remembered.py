@@ -23,7 +23,7 @@ MODEL = nn.Linear(4, 4)
 class Kept(own_kept.Kept):
     """What run.keep gives."""
 
-    stage = "first"
+    stage, step = "first", 0
 
 
 def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
@@ -286,6 +286,14 @@ def lowers_its_rate_by_an_evaluation(once: Any) -> None:
         scheduler.step(total / 2)
 
 
+def fills_rows_first(once: Any) -> None:
+    rows = torch.zeros(2, 4)
+    for batch in once():
+        for number in range(2):
+            rows[number] = batch[number]
+        MODEL(rows).mean().backward()
+
+
 def only_prints(once: Any) -> None:
     best, shown, total = 0.0, [], 0.0
     for epoch in range(3):
@@ -298,6 +306,32 @@ def only_prints(once: Any) -> None:
             best = max(shown)
         part = MODEL.weight.mean()
         print(best, total / len(shown), part)
+
+
+def begins_at_the_place(once: Any) -> None:
+    run = Kept()
+    step = run.step
+    levels = level_of(step)
+    for batch in once():
+        (levels * MODEL(batch).mean()).backward()
+        step += 1
+        levels = level_of(step)
+
+
+def level_of(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+def moves_a_module(once: Any, kind: str = "abs") -> None:
+    encoder = nn.Linear(4, 4)
+    for batch in once():
+        encoder = encoder.to("cpu")
+        if kind == "abs":
+            scale = 1.0
+        elif kind == "square":
+            scale = 2.0
+        (scale * MODEL(encoder(batch)).mean()).backward()
+        encoder = encoder.float()
 
 
 def keeps_it(once: Any) -> None:
@@ -325,7 +359,10 @@ NOT_TOLD = [
     sums_losses_between_updates,
     sets_it_on_all_ways,
     lowers_its_rate_by_an_evaluation,
+    fills_rows_first,
     only_prints,
+    begins_at_the_place,
+    moves_a_module,
     keeps_it,
     wraps_its_model,
 ]

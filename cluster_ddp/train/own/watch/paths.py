@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from cluster_ddp.train.own.watch.syntax import SCOPES, assigned, is_read, name_of
+from cluster_ddp.train.own.watch.syntax import SCOPES, added_to, assigned, is_read, name_of
 
 _Uses = Mapping[ast.AST, set[str]]
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
@@ -21,7 +21,7 @@ def is_read_first(
     uses
         The statements in which reading counts, and the names that each of them reads; without it, all of them.
     certain
-        Statements ``if ...:`` without ``else`` that are taken to set what their body sets.
+        Statements ``if ...:`` that are taken to set what one of their branches sets.
     """
     for statement in body:
         if isinstance(statement, SCOPES):
@@ -36,7 +36,10 @@ def is_read_first(
         ways = [is_read_first(block, name, uses, certain) for block in blocks]
         if True in ways:
             return True
-        if isinstance(statement, (ast.With, ast.For, ast.While, ast.Try)) or statement in certain:
+        if statement in certain:
+            if None in ways:
+                return None
+        elif isinstance(statement, (ast.With, ast.For, ast.While, ast.Try)):
             if None in ways[:1]:
                 return None
         elif isinstance(statement, ast.If) and statement.orelse:
@@ -63,6 +66,8 @@ def _names_in(part: ast.AST) -> set[str]:
     nodes = list(ast.walk(part))
     inner = {name for node in nodes if isinstance(node, ast.comprehension) for name in assigned(node)}
     inner |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    if isinstance(part, ast.Assign):  # what it fills is read by it only if the value has it, too
+        inner |= added_to(part) - {name for node in ast.walk(part.value) for name in _read_by(node)}
     return {name for node in nodes for name in _read_by(node)} - inner
 
 
@@ -78,4 +83,6 @@ def _reads(part: ast.AST, name: str) -> bool:
 
 
 def _stored(part: ast.AST) -> set[str]:
-    return {found for node in ast.walk(part) if (found := name_of(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
+    """What a part of a statement sets, or fills item by item, as in ``rewards[step] = reward``."""
+    found = {name for node in ast.walk(part) if (name := name_of(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
+    return found | added_to(part) if isinstance(part, ast.Assign) else found

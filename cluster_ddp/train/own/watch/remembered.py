@@ -40,6 +40,18 @@ _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
 _WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
 _OURS = __name__.partition(".")[0]
+_MOVES = {
+    "to",
+    "cuda",
+    "cpu",
+    "float",
+    "half",
+    "bfloat16",
+    "double",
+    "train",
+    "eval",
+    "requires_grad_",
+}  # vae = vae.to()
 _SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _Uses = dict[ast.AST, set[str]]
 
@@ -202,6 +214,8 @@ def _all_names(uses: _Uses) -> set[str]:
 def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
     names, growing = _all_names(uses), set[str]()
     setting = {node: names_set for node in text.parents if (names_set := _set_by(node))}
+    restored = {node for node in setting if _RESTORED.search(ast.unparse(node))}
+    places = {name for node in restored for name in setting[node]}  # such as step = run.step
     for loop in text.loops:
         inside = list(below(loop, text.parents))
         set_here = {name for node in inside for name in setting.get(node, ())}
@@ -213,7 +227,9 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
             nodes = [node for node, found in setting.items() if name in found]
             if any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
                 continue
-            if any(_RESTORED.search(ast.unparse(node)) for node in nodes):
+            if not restored.isdisjoint(nodes) or any(
+                not places.isdisjoint(names_read([node])[node]) for node in nodes if node not in inside
+            ):
                 continue
             once = {node for node in inside if isinstance(node, ast.If) and _is_if_none(node, name)}
             others = {node: read for node, read in uses.items() if node not in once}
@@ -225,7 +241,11 @@ def _set_by(node: ast.AST) -> set[str]:
     """What a statement sets, adds an item to, or takes the next item of."""
     if isinstance(node, ast.Call) and name_of(node.func) == "next" and node.args:
         return {name for part in node.args[:1] if (name := name_of(part)) is not None}
-    return assigned(node) | added_to(node) if isinstance(node, (*_SETTING, ast.Expr)) else set()
+    if not isinstance(node, (*_SETTING, ast.Expr)):
+        return set()
+    call = getattr(node, "value", None)
+    owner, _, method = (name_of(call.func) or "").rpartition(".") if isinstance(call, ast.Call) else ("", "", "")
+    return (assigned(node) | added_to(node)) - ({owner} if method in _MOVES else set())
 
 
 def _is_sum(nodes: list[ast.AST], name: str) -> bool:
@@ -240,13 +260,15 @@ def _is_if_none(node: ast.If, name: str) -> bool:
 
 
 def _holds_on(node: ast.If, growing: set[str], varying: set[str]) -> bool:
-    """Whether this is an ``if`` that is true in each pass after one in which it was, as ``if epoch >= 10:``."""
+    """Whether this ``if`` decides the same in each pass, or for all later ones, as ``if epoch >= 10:``."""
     parts = list(ast.walk(node.test))
     names = {name for part in parts if (name := name_of(part)) is not None}
     calls = {name_of(part.func) for part in parts if isinstance(part, ast.Call)}
-    if node.orelse or not names.isdisjoint(varying - growing) or not calls <= _CONSTANT:
+    if not names.isdisjoint(varying - growing) or not calls <= _CONSTANT:
         return False
-    return all(_grows(part, growing) for part in parts if isinstance(part, ast.Compare))
+    is_constant = not any(name in growing or name.endswith(".step") for name in names)
+    compares = [part for part in parts if isinstance(part, ast.Compare)]
+    return is_constant or (not node.orelse and all(_grows(part, growing) for part in compares))
 
 
 def _grows(compare: ast.Compare, growing: set[str]) -> bool:
