@@ -25,8 +25,7 @@ from cluster_ddp.train.own.watch.changed_data import ChangedData
 class Noise:
     """An augmentation that notes what it did last."""
 
-    def __init__(self) -> None:
-        self.strength, self.drawn = 0.0, 0.0
+    strength = drawn = 0.0
 
     def __call__(self, sample: Tensor) -> Tensor:
         self.drawn = float(torch.randn(()))

@@ -18,7 +18,7 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.order import samplers_in
 from cluster_ddp.train.own.program import living
 from cluster_ddp.train.own.values import fingerprint_of
-from cluster_ddp.train.own.watch.syntax import name_of, tree_of_object
+from cluster_ddp.train.own.watch.syntax import is_own_class, name_of, tree_of_object
 
 _OURS = __name__.partition(".")[0]
 _DEPTH = 6  # how deep to search data sets in data sets
@@ -157,7 +157,7 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     filled = _filled_when_read(type(part))  # type: ignore[arg-type]
     values = {
         name: value
-        for name, value in list(getattr(part, "__dict__", {}).items())
+        for name, value in _attributes_of(part).items()
         if isinstance(value, kinds)
         and name not in _OF_LIBRARIES
         and not (name in filled and (isinstance(value, _ARRAYS) or _is_transform(part)))
@@ -167,6 +167,13 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         for name, value in values.items()
         if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }
+
+
+def _attributes_of(part: Any) -> dict[str, Any]:
+    """The attributes of an object, with the defaults that its own classes have for them."""
+    kinds = [kind for kind in reversed(type(part).__mro__) if is_own_class(kind)]
+    defaults = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")}
+    return {**defaults, **getattr(part, "__dict__", {})}
 
 
 @functools.cache
