@@ -240,7 +240,9 @@ def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> N
             seen += 1
         while len(pairs) > 2:
             break
-        pairs = (pairs[0] + output, seen)
+        for part in range(2):
+            micro = batch * part  # as in accumulation within a step
+        pairs = (pairs[0] + output + 0 * micro, seen)
     (message,) = messages
     assert "in pairs, state, which" in message
     assert old.shape == (2,)

@@ -22,18 +22,29 @@ from cluster_ddp.train.own.values import fingerprint_of
 from cluster_ddp.train.own.watch.changed_data import ChangedData
 
 
+class Noise:
+    """An augmentation that notes what it did last."""
+
+    strength = drawn = 0.0
+
+    def __call__(self, sample: Tensor) -> Tensor:
+        self.drawn = float(torch.randn(()))
+        return sample + self.strength * self.drawn
+
+
 class Graded(Images):
     """Harder from epoch to epoch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.level, self.labels = 0.0, torch.zeros(18)
-        self.cache = torch.zeros(len(self), 2)
+        self.cache, self.transforms = torch.zeros(len(self), 2), [Noise()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if not self.cache[index].any():
             self._fill(index)
-        return super().__getitem__(index)
+        sample, label = super().__getitem__(index)
+        return self.transforms[0](sample), label
 
     def _fill(self, index: int) -> None:
         self.cache[index] = index + 1
@@ -72,6 +83,8 @@ def train(place: Path, kind: str) -> None:
                 list(DataLoader(data))
             elif kind == "data":
                 data.level += 0.1
+            elif kind == "transform":
+                data.transforms[0].strength += 0.1
             elif kind == "labels":
                 data.labels[epoch] = 1.0
             elif kind == "sampler, and leaves":
@@ -87,6 +100,7 @@ def train(place: Path, kind: str) -> None:
         ("loader with a generator", ["changes the generator that shuffles another DataLoader (of a Images),"]),
         ("before, with persistent workers", ["Graded.level has changed since the persistent workers began"]),
         ("data", ["changes Graded.level,"]),
+        ("transform", ["changes Noise.strength,"]),
         ("labels", ["changes Graded.labels,"]),
         ("labels in steps", ["steps change Graded.labels,"]),
         ("sampler in steps", ["steps change WeightedRandomSampler.weights,"]),

@@ -83,6 +83,7 @@ def counts_in_a_dict(once: Any) -> None:
 
 def only_prints(once: Any) -> None:
     step = shown = seen = 0
+    speed = -1.0
     for _ in range(2):
         total = number = 0
         for size in once():
@@ -91,7 +92,8 @@ def only_prints(once: Any) -> None:
             seen += size
             number += 1
             total += size
-            print(step, f"{shown / 2}")
+            speed = size if speed == -1.0 else 0.9 * speed + 0.1 * size
+            print(step, f"{shown / 2}", speed)
             if step % 2 == 0:
                 print("every second")
         mean = total / number

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
 from cluster_ddp.train import TrainError, join_run
+from cluster_ddp.train.own.geometry import Draws
 from cluster_ddp.train.own.passed_in import PassedIn
 
 
@@ -78,8 +79,8 @@ def test_a_communication_hook_with_a_state_is_told(tmp_path: Path) -> None:
     assert message.startswith("DDP sums the gradients by a communication hook that keeps a state (PowerSGDState)")
 
 
-def prepared_for_one(place: Path) -> None:
-    """What Accelerate does on the CPU without being told to use it."""
+def prepared_for_one(place: Path, by_trainer: bool) -> None:
+    """What Accelerate does on the CPU without being told to use it, also for the Trainer of transformers."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -91,12 +92,15 @@ def prepared_for_one(place: Path) -> None:
         model, optimizer, loader = Accelerator().prepare(
             model, torch.optim.SGD(model.parameters()), LOADERS["tensors"]()
         )
+        if by_trainer:
+            run.take_over({"model": model, "optimizer": optimizer}, Draws(1))
         run.resumable(loader, model=model, optimizer=optimizer, epochs=1)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_accelerate_that_sees_a_single_process_is_told_how_to_see_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_accelerate_that_sees_a_single_process_is_told_how_to_see_all(by_trainer: bool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     run = new_run(tmp_path)
-    run_ranks(prepared_for_one, 2, run.path)
+    run_ranks(prepared_for_one, 2, run.path, by_trainer)
     assert "Accelerate sees a single process where there are 2 ranks" in failure(run)

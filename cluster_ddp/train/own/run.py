@@ -287,6 +287,7 @@ class ScriptRun:
     def take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
         """Restore the run's state for an integration that drives the loop itself; `things` as in `resumable`."""
         with self._block.only_loop():
+            refuse_single_process(things, self.world.world_size)
             return self._take_over(things, order)
 
     def watch(self, loop: Loop, loader: Any = None, found: Batches | None = None, remedy: str = HAND_OVER) -> None:

@@ -42,7 +42,7 @@ def refuse_single_process(things: Mapping[str, Any], world_size: int) -> None:
     if world_size > 1 and any(getattr(state, "num_processes", None) == 1 for state in prepared):
         raise TrainError(
             f"Accelerate sees a single process where there are {world_size} ranks: on the CPU it uses several only "
-            "with Accelerator(cpu=True), or with ACCELERATE_USE_CPU=true in the environment"
+            "with Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=true in the environment"
         )
 
 

@@ -116,8 +116,10 @@ def _is_read_first(
         if first is not None:
             continue
         opname = body[number].opname
-        if "JUMP" in opname or opname in ("FOR_ITER", "SEND"):
-            todo.append(place[body[number].argval])
+        if "JUMP" in opname or opname == "SEND":
+            target = place[body[number].argval]
+            # An inner loop is left only after a pass through it, as that over the parts of a batch is.
+            todo.append(place[body[target].argval] if body[target].opname == "FOR_ITER" else target)
         if not opname.startswith(_ENDS):
             todo.append(number + 1)
     return False

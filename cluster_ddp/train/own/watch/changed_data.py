@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +18,9 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.order import samplers_in
 from cluster_ddp.train.own.program import living
 from cluster_ddp.train.own.values import fingerprint_of
-from cluster_ddp.train.own.watch.syntax import name_of, tree_of_object
+from cluster_ddp.train.own.watch.syntax import is_own_class, name_of, tree_of_object
 
+_OURS = __name__.partition(".")[0]
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)
 _ARRAYS = (Tensor, np.ndarray)
@@ -31,6 +33,8 @@ _OF_LIBRARIES = {"_valid_iterator_id", "_number_of_samples_yielded", "_shm_prefi
 
 class ChangedData:
     """Warns, once, if code after the batches changes numbers or labels in the data set, or what the samplers hold.
+
+    The transforms that the data set holds count as parts of it.
 
     Labels are tensors and arrays of at most two dimensions; larger ones may be a cache, and so is what the data set
     itself fills when it is read. It also warns if steps change such labels, for example the weights of a sampler.
@@ -153,16 +157,23 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     filled = _filled_when_read(type(part))  # type: ignore[arg-type]
     values = {
         name: value
-        for name, value in list(getattr(part, "__dict__", {}).items())
+        for name, value in _attributes_of(part).items()
         if isinstance(value, kinds)
         and name not in _OF_LIBRARIES
-        and not (name in filled and isinstance(value, _ARRAYS))
+        and not (name in filled and (isinstance(value, _ARRAYS) or _is_transform(part)))
     }
     return {
         f"{type(part).__name__}.{name}": fingerprint_of(value) if isinstance(value, _ARRAYS) else repr(value)
         for name, value in values.items()
         if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }
+
+
+def _attributes_of(part: Any) -> dict[str, Any]:
+    """The attributes of an object, with the defaults that its own classes have for them."""
+    kinds = [kind for kind in reversed(type(part).__mro__) if is_own_class(kind)]
+    defaults = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")}
+    return {**defaults, **getattr(part, "__dict__", {})}
 
 
 @functools.cache
@@ -172,7 +183,7 @@ def _filled_when_read(kind: type) -> set[str]:
     The methods that are called for it count as well.
     """
     found: set[str] = set()
-    methods, seen = ["__getitem__", "__getitems__", "__iter__"], set[str]()
+    methods, seen = ["__getitem__", "__getitems__", "__iter__", "__call__", "forward"], set[str]()
     while methods:
         method = methods.pop()
         if method in seen:
@@ -194,12 +205,19 @@ def _of_self(node: ast.AST) -> list[str]:
 
 
 def _data_sets(value: Any, depth: int) -> Iterator[Any]:
-    """A data set and those inside it."""
+    """A data set, and the data sets and transforms inside it."""
     if isinstance(value, (list, tuple)):
         if len(value) <= _WIDTH:
             for part in value:
                 yield from _data_sets(part, depth)
-    elif isinstance(value, torch_data.Dataset) and depth:
+    elif (isinstance(value, torch_data.Dataset) or _is_transform(value)) and depth:
         yield value
         for part in list(getattr(value, "__dict__", {}).values()):
             yield from _data_sets(part, depth - 1)
+
+
+def _is_transform(value: Any) -> bool:
+    """Whether this may be what a data set applies to its samples, such as an augmentation with a strength."""
+    if inspect.isroutine(value) or isinstance(value, (type, torch_data.Dataset, Tensor)):
+        return False
+    return callable(value) and type(value).__module__.partition(".")[0] != _OURS  # ours has a copy of the data set

@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,8 +25,8 @@ from cluster_ddp.train.own.program import (
     variables_of,
 )
 from cluster_ddp.train.own.watch.decisive import is_decay, is_decisive, is_rate
+from cluster_ddp.train.own.watch.paths import is_read_first, names_read
 from cluster_ddp.train.own.watch.syntax import (
-    SCOPES,
     Text,
     added_to,
     assigned,
@@ -248,7 +248,7 @@ def _counts_in(text: Text, find: Callable[[str], Any]) -> Iterator[str]:
 def _carried_in(text: Text) -> Iterator[str]:
     """Variables that start as a number, are carried from one pass through a loop to the next, and are compared."""
     parents, outer = text.parents, text.loops[0]
-    feeding = feeding_loss(text).statements
+    feeding = names_read(feeding_loss(text).statements)
     shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
     assigning = {node: names for node in parents if (names := assigned(node))}
     for loop in text.loops:
@@ -264,7 +264,7 @@ def _carried_in(text: Text) -> Iterator[str]:
                 continue  # in a dict that is made in each pass
             if any(is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
-            if _is_read_first(loop.body, name):
+            if is_read_first(loop.body, name):
                 uses = (node for node in below(outer, parents) if is_read(node, name))
                 if any(
                     is_rate(node, parents)
@@ -272,7 +272,7 @@ def _carried_in(text: Text) -> Iterator[str]:
                     for node in uses
                 ):
                     yield name
-                elif starts_over and _is_read_first(loop.body, name, feeding):
+                elif starts_over and is_read_first(loop.body, name, feeding):
                     resets = (node for node, names in inside.items() if name in names)
                     if not any(begins_with_number(node, name) for node in resets):  # as sums of losses between updates
                         yield name
@@ -302,42 +302,6 @@ def _copies_model(value: ast.AST, find: Callable[[str], Any]) -> bool:
             if any(isinstance(find(name_of(argument) or ""), nn.Module) for argument in call.args):
                 return True
     return False
-
-
-def _is_read_first(body: Sequence[ast.stmt], name: str, among: Container[ast.AST] | None = None) -> bool | None:
-    """Whether some path through these statements reads `name` before setting it; None if every path sets it first.
-
-    With `among`, only reading it in these statements counts.
-    """
-    for statement in body:
-        if isinstance(statement, SCOPES):
-            continue
-        parts = list(ast.iter_child_nodes(statement))
-        inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
-        own = [part for part in parts if part not in inner] if inner else [statement]
-        if (among is None or statement in among) and any(_reads(part, name) for part in own):
-            return True
-        if any(name in _stored(part) for part in own):
-            return None
-        blocks = [getattr(statement, block, []) for block in ("body", "orelse", "finalbody")]
-        blocks += [part.body for part in inner if isinstance(part, ast.ExceptHandler)]
-        ways = [_is_read_first(block, name, among) for block in blocks if block]
-        if True in ways:
-            return True
-        is_run = isinstance(statement, ast.With) or (isinstance(statement, ast.If) and statement.orelse)
-        if is_run and all(way is None for way in ways):
-            return None
-    return False
-
-
-def _reads(part: ast.AST, name: str) -> bool:
-    return any(
-        is_read(node, name) or (isinstance(node, ast.AugAssign) and name in assigned(node)) for node in ast.walk(part)
-    )
-
-
-def _stored(part: ast.AST) -> set[str]:
-    return {found for node in ast.walk(part) if (found := name_of(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
 
 
 def _begins_epoch(node: ast.AST) -> bool:

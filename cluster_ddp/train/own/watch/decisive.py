@@ -29,7 +29,8 @@ def is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_
         if isinstance(around, ast.BinOp) and isinstance(around.op, ast.Mod) and around.left is use:
             return False
         if isinstance(around, ast.Compare):
-            return True
+            statement = next(outer for outer in nodes_around(around, parents) if isinstance(outer, ast.stmt))
+            return not (isinstance(statement, ast.Assign) and assigned(statement) == {name})  # as a mean of its own
         if isinstance(around, ast.Expr):  # on a count within the epoch, too
             call = around.value
             words = re.split(r"[._]", ast.unparse(call.func).lower()) if isinstance(call, ast.Call) else []

@@ -24,6 +24,7 @@ from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 from cluster_ddp.train.own.watch.other_optimizers import OuterOptimizers
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
+from cluster_ddp.train.own.watch.remembered import Remembered
 from cluster_ddp.train.own.watch.rounds import Rounds
 from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
@@ -109,6 +110,7 @@ def first_steps_of(
             OtherHandlers(lambda: loop.unheard, tell),
             CommHooks(passed_in.wrapped, tell),
             InLoss([*passed_in.optimizers, *passed_in.others.values()], loop.kept, lambda: " ".join(said), tell),
+            Remembered(passed_in, loop.kept, lambda: " ".join(said), tell),
         ]
     )
 

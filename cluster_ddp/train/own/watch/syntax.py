@@ -26,6 +26,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 _OURS = __name__.partition(".")[0]
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))|(torch\.)?tensor\(-?[\d.e+-]+.*\)")
+_UPDATING = re.compile(r"clip_grad_(norm|value)_$|\.data\.\w+_$|(sch|plateau|lr)\w*\.step$", re.IGNORECASE)
 _TIMES = re.compile(r"(\b|_)(time|now|utcnow|perf_counter|monotonic)(_ns)?\b")
 
 
@@ -150,10 +151,12 @@ def below(loop: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
 
 
 def feeding_loss(text: Text) -> Feeding:
-    """The statements of the running loops from which the loss is computed on which they call ``backward()``."""
+    """The statements of the running loops that compute the loss, on which they call ``backward()``, or the update."""
     inside = list(below(text.loops[0], text.parents))
     setting = [node for node in inside if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
-    todo: list[ast.AST] = [node for node in inside if isinstance(node, ast.Expr) and _goes_backward(node.value)]
+    over_weights = [node for node in inside if isinstance(node, ast.For) and "parameters(" in ast.unparse(node.iter)]
+    weights = {name for node in over_weights for name in assigned(node)}
+    todo: list[ast.AST] = [node for node in inside if isinstance(node, ast.stmt) and _updates(node, weights)]
     found = Feeding(set(), set())
     while todo:
         statement = todo.pop()
@@ -217,7 +220,21 @@ def begun_anew(text: Text) -> set[str]:
     }
 
 
-def _goes_backward(call: ast.AST) -> bool:
+def _updates(statement: ast.stmt, weights: set[str]) -> bool:
+    """Whether this calls ``backward()``, clips gradients, steps a scheduler, or changes weights (``p.mul_(mask)``)."""
+    call = getattr(statement, "value", None)
+    name = (name_of(call.func) or "") if isinstance(call, ast.Call) else ""
+    if isinstance(statement, ast.Expr) and (_goes_backward(call) or (name[-1:] == "_" and _is_of(name, weights))):
+        return True
+    return _UPDATING.search(name) is not None or any(_is_of(to, weights) for to in assigned(statement))
+
+
+def _is_of(name: str, weights: set[str]) -> bool:
+    """Whether this is an attribute of one of these variables."""
+    return name.partition(".")[0] in weights and "." in name
+
+
+def _goes_backward(call: ast.AST | None) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.endswith("backward")
 
 

@@ -1,0 +1,88 @@
+"""Whether the body of a loop uses what an earlier pass left in a variable."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from cluster_ddp.train.own.watch.syntax import SCOPES, added_to, assigned, is_read, name_of
+
+_Uses = Mapping[ast.AST, set[str]]
+_LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+
+
+def is_read_first(
+    body: Sequence[ast.stmt], name: str, uses: _Uses | None = None, certain: Container[ast.AST] = ()
+) -> bool | None:
+    """Whether some path through these statements reads `name` before setting it; None if every path sets it first.
+
+    Parameters
+    ----------
+    uses
+        The statements in which reading counts, and the names that each of them reads; without it, all of them.
+    certain
+        Statements ``if ...:`` that are taken to set what one of their branches sets.
+    """
+    for statement in body:
+        if isinstance(statement, SCOPES):
+            continue
+        own = own_parts(statement)
+        if any(_reads(part, name) for part in own) if uses is None else name in uses.get(statement, ()):
+            return True
+        if any(name in _stored(part) for part in own):
+            return None
+        blocks = [block for part in ("body", "orelse", "finalbody") if (block := getattr(statement, part, []))]
+        blocks += [part.body for part in ast.iter_child_nodes(statement) if isinstance(part, ast.ExceptHandler)]
+        ways = [is_read_first(block, name, uses, certain) for block in blocks]
+        if True in ways:
+            return True
+        if statement in certain:
+            if None in ways:
+                return None
+        elif isinstance(statement, (ast.With, ast.For, ast.While, ast.Try)):
+            if None in ways[:1]:
+                return None
+        elif isinstance(statement, ast.If) and statement.orelse:
+            is_over = [way is None or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True)]
+            if None in ways and all(is_over):
+                return None
+    return False
+
+
+def own_parts(statement: ast.AST) -> list[ast.AST]:
+    """What a statement itself computes: the test of an ``if``, what a ``for`` goes over, else all of it."""
+    parts = list(ast.iter_child_nodes(statement))
+    inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
+    return [part for part in parts if part not in inner] if inner else [statement]
+
+
+def names_read(statements: Iterable[ast.AST]) -> dict[ast.AST, set[str]]:
+    """What each of these statements reads itself, for `is_read_first`."""
+    return {statement: {name for part in own_parts(statement) for name in _names_in(part)} for statement in statements}
+
+
+def _names_in(part: ast.AST) -> set[str]:
+    """What a part of a statement reads, without the variables of comprehensions and lambdas in it."""
+    nodes = list(ast.walk(part))
+    inner = {name for node in nodes if isinstance(node, ast.comprehension) for name in assigned(node)}
+    inner |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    if isinstance(part, ast.Assign):  # what it fills is read by it only if the value has it, too
+        inner |= added_to(part) - {name for node in ast.walk(part.value) for name in _read_by(node)}
+    return {name for node in nodes for name in _read_by(node)} - inner
+
+
+def _read_by(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.AugAssign):
+        return assigned(node)
+    name = name_of(node)
+    return set() if name is None or not is_read(node, name) else {name}
+
+
+def _reads(part: ast.AST, name: str) -> bool:
+    return any(name in _read_by(node) for node in ast.walk(part))
+
+
+def _stored(part: ast.AST) -> set[str]:
+    """What a part of a statement sets, or fills item by item, as in ``rewards[step] = reward``."""
+    found = {name for node in ast.walk(part) if (name := name_of(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
+    return found | added_to(part) if isinstance(part, ast.Assign) else found

@@ -1,0 +1,290 @@
+"""Detects what a custom loop sets in one batch or epoch, and what later ones compute the loss from or end by."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, GeneratorType
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from cluster_ddp.train.own.kept import Kept, KeptValues
+from cluster_ddp.train.own.passed_in import PassedIn
+from cluster_ddp.train.own.program import running_frames
+from cluster_ddp.train.own.watch.paths import is_read_first, names_read
+from cluster_ddp.train.own.watch.syntax import (
+    Text,
+    added_to,
+    assigned,
+    below,
+    counted,
+    feeding_loss,
+    is_of_clock,
+    is_of_library,
+    name_of,
+    nodes_around,
+    text_of,
+    tree_of_object,
+    value_of,
+    with_parents,
+)
+
+_RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
+_CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
+_WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
+_OURS = __name__.partition(".")[0]
+_MOVES = {
+    "to",
+    "cuda",
+    "cpu",
+    "float",
+    "half",
+    "bfloat16",
+    "double",
+    "train",
+    "eval",
+    "requires_grad_",
+}  # vae = vae.to()
+_SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
+_Uses = dict[ast.AST, set[str]]
+
+
+class Remembered:
+    """Warns, after the second step, about variables that a pass through a loop sets and a later one depends on.
+
+    Such as ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"`` once the
+    loss is small, a list of losses that ends the training, or ``next(tasks)``. Unlike `Counts`, which looks at numbers,
+    and `Carried`, which looks at tensors that have changed, this only looks at the source, so that it reports them long
+    before they change.
+
+    What is set again whenever the loop gets there is not reported: before it is used, once only if it is None, or in
+    ``if epoch >= 10:``. Nor is what is only printed.
+
+    Parameters
+    ----------
+    passed_in
+        What was passed in.
+    kept
+        What the loop keeps with `ScriptRun.keep`.
+    said
+        The warnings so far; what one of them names is not reported again.
+    warn
+        Called with the message.
+    """
+
+    def __init__(
+        self, passed_in: PassedIn, kept: KeptValues, said: Callable[[], str], warn: Callable[[str], None]
+    ) -> None:
+        self._passed_in, self._kept, self._said, self._warn = passed_in, kept, said, warn
+
+    def first(self) -> None:
+        """Does nothing: the source is checked after the second step."""
+
+    def second(self) -> None:
+        """Call after the second step."""
+        said = self._said()
+        found = {name: value for name, value in self._found() if not re.search(rf"\b{re.escape(name)}\b", said)}
+        if names := sorted(name for name, value in found.items() if isinstance(value, Iterator)):
+            self._warn(
+                f"the loss depends on what the loop takes from {', '.join(names)} one after another, which starts over "
+                "after a resume, because no checkpoint contains its position: a resume is not exact. Compute it from "
+                "the number of the step (run.step), as in tasks[run.step % len(tasks)]"
+            )
+        if names := sorted(found.keys() - names):
+            first = names[0].rpartition(".")[2]
+            self._warn(
+                f"the loop sets {', '.join(names)} in one batch or epoch for later ones, which compute the loss from "
+                "it or end by it, and no checkpoint contains it: a resume starts with what it is before the loop, and "
+                f"is not exact. Keep a number, text, list or tensor: kept = run.keep({first}=...), and read and set "
+                f"kept.{first} in the loop. Set anything else anew before each use: from the number of the epoch (`if "
+                "epoch >= 2:` rather than `==`), from run.step, or from what is kept"
+            )
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        inside: Callable[[Text, FrameType], _Uses] | None = None
+        for frame in running_frames():
+            if not is_of_library(frame.f_code.co_filename):
+                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
+                    text = text_of(frame)
+                    uses = {**_uses_in(text), **_uses_of_calls(text, frame), **(inside(text, frame) if inside else {})}
+                    for name in _remembered(text, uses, frame):
+                        if self._is_unsaved(name, frame):
+                            yield name, _now(name, frame)
+                    inside = functools.partial(_uses_by_call, called=frame.f_code, names=_all_names(uses))
+
+    def _is_unsaved(self, name: str, frame: FrameType) -> bool:
+        found, owner = _now(name, frame), name.rpartition(".")[0]
+        holders = [found, value_of(owner, frame)] if owner else [found]
+        modules = [thing for thing in (self._passed_in.model, *self._things()) if isinstance(thing, nn.Module)]
+        saved = {id(thing) for thing in (*self._things(), *self._kept.values.values())}
+        saved |= {id(part) for module in modules for part in module.modules()}
+        if any(isinstance(holder, Kept) or id(holder) in saved for holder in holders):
+            return False
+        if isinstance(holders[-1], Dataset):  # compared at a resume, by `ChangedData`
+            return False
+        if isinstance(found, nn.Module):  # perhaps DDP around one that was passed in, or a part of both
+            return not any(id(part) in saved for part in found.modules())
+        if isinstance(found, GeneratorType):  # one that runs passes on the batches of the loader
+            return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
+        is_ours = type(found).__module__.partition(".")[0] == _OURS
+        return not (is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
+
+    def _things(self) -> list[Any]:
+        return [*self._passed_in.optimizers, *self._passed_in.others.values()]
+
+
+def _uses_in(text: Text) -> _Uses:
+    """What the running loops compute the loss from, what decides whether they do, and whether they end."""
+    if not text.loops:
+        return {}
+    statements = set(feeding_loss(text).statements)
+    steps = set(below(text.loops[-1], text.parents))
+    for node in statements & steps:
+        statements |= {around for around in nodes_around(node, text.parents) if around in steps and _is_choice(around)}
+    for node in below(text.loops[0], text.parents):
+        if isinstance(node, (ast.Break, ast.Return)):
+            statements |= {around for around in (text.parents[node],) if _is_choice(around)}
+    uses = names_read(statements)
+    for statement in statements:  # an object that is called may depend on all of its attributes
+        called = {name_of(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)}
+        setting = {name for node in below(text.loops[0], text.parents) for name in assigned(node)}
+        uses[statement] |= {name for name in setting if name.rpartition(".")[0] in called}
+    return uses
+
+
+def _is_choice(node: ast.AST) -> bool:
+    return isinstance(node, (ast.If, ast.While))
+
+
+def _uses_of_calls(text: Text, frame: FrameType) -> _Uses:
+    """What the innermost running loop passes on to functions of the program that compute a loss from it."""
+    uses: _Uses = {}
+    for call in (node for loop in text.loops[-1:] for node in below(loop, text.parents) if isinstance(node, ast.Call)):
+        function = inspect.unwrap(getattr(found := _now(name_of(call.func) or "", frame), "__func__", found))
+        if inspect.isfunction(function) and not is_of_library(function.__code__.co_filename):
+            for scope in tree_of_object(function).body:
+                inner = _all_names(_uses_in(Text(with_parents(scope), [scope])))  # type: ignore[list-item]
+                statement = _statement_of(call, text)
+                uses[statement] = uses.get(statement, set()) | _passed_on(call, function.__code__, inner)
+    return uses
+
+
+def _uses_by_call(text: Text, frame: FrameType, called: CodeType, names: set[str]) -> _Uses:
+    """What the statement that is running passes on to a function for one of these names there."""
+    return {
+        _statement_of(call, text): _passed_on(call, called, names)
+        for call in (node for node in text.parents if isinstance(node, ast.Call))
+        if call.lineno <= frame.f_lineno <= (call.end_lineno or 0)
+        and (name_of(call.func) or "").rpartition(".")[2] == called.co_name
+    }
+
+
+def _passed_on(call: ast.Call, code: CodeType, names: set[str]) -> set[str]:
+    """The names by which a call passes on what a function has under these names, or by which both have it."""
+    parameters = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    given = {word.arg: word.value for word in call.keywords}
+    if isinstance(call.func, ast.Attribute) and parameters[:1] == ["self"]:
+        given[parameters.pop(0)] = call.func.value
+    given |= dict(zip(parameters, call.args, strict=False))
+    found: set[str] = set()
+    for name in names:
+        first, dot, rest = name.partition(".")
+        if first in given:
+            found.add(f"{name_of(given[first])}{dot}{rest}")
+        elif first not in code.co_varnames:
+            found.add(name)
+    return found
+
+
+def _statement_of(node: ast.AST, text: Text) -> ast.AST:
+    return next(around for around in nodes_around(node, text.parents) if isinstance(around, ast.stmt))
+
+
+def _all_names(uses: _Uses) -> set[str]:
+    return {name for names in uses.values() for name in names}
+
+
+def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
+    names, growing = _all_names(uses), set[str]()
+    setting = {node: names_set for node in text.parents if (names_set := _set_by(node))}
+    restored = {node for node in setting if _RESTORED.search(ast.unparse(node))}
+    places = {name for node in restored for name in setting[node]}  # such as step = run.step
+    for loop in text.loops:
+        inside = list(below(loop, text.parents))
+        set_here = {name for node in inside for name in setting.get(node, ())}
+        growing |= assigned(loop) | {name for node in inside if (name := counted(node)) is not None}
+        growing = {name for name in growing if type(_now(name, frame)) is int}
+        varying = {name for node in (*text.loops, *inside) for name in assigned(node)} | set_here
+        certain = {node for node in inside if isinstance(node, ast.If) and _holds_on(node, growing, varying)}
+        for name in sorted(set_here & names - assigned(loop)):
+            nodes = [node for node, found in setting.items() if name in found]
+            if any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
+                continue
+            if not restored.isdisjoint(nodes) or any(
+                not places.isdisjoint(names_read([node])[node]) for node in nodes if node not in inside
+            ):
+                continue
+            once = {node for node in inside if isinstance(node, ast.If) and _is_if_none(node, name)}
+            others = {node: read for node, read in uses.items() if node not in once}
+            if is_read_first(loop.body, name, others, certain | once):
+                yield name
+
+
+def _set_by(node: ast.AST) -> set[str]:
+    """What a statement sets, adds an item to, or takes the next item of."""
+    if isinstance(node, ast.Call) and name_of(node.func) == "next" and node.args:
+        return {name for part in node.args[:1] if (name := name_of(part)) is not None}
+    if not isinstance(node, (*_SETTING, ast.Expr)):
+        return set()
+    call = getattr(node, "value", None)
+    owner, _, method = (name_of(call.func) or "").rpartition(".") if isinstance(call, ast.Call) else ("", "", "")
+    return (assigned(node) | added_to(node)) - ({owner} if method in _MOVES else set())
+
+
+def _is_sum(nodes: list[ast.AST], name: str) -> bool:
+    """Whether it adds up something that is set back in between, such as the losses until the next update."""
+    adds = [node for node in nodes if name in names_read([node])[node] or name in added_to(node)]
+    resets = [node for node in nodes if isinstance(node, ast.Assign) and node not in adds]
+    return bool(adds) and len(resets) > 1
+
+
+def _is_if_none(node: ast.If, name: str) -> bool:
+    return ast.unparse(node.test) in (f"{name} is None", f"not {name}")
+
+
+def _holds_on(node: ast.If, growing: set[str], varying: set[str]) -> bool:
+    """Whether this ``if`` decides the same in each pass, or for all later ones, as ``if epoch >= 10:``."""
+    parts = list(ast.walk(node.test))
+    names = {name for part in parts if (name := name_of(part)) is not None}
+    calls = {name_of(part.func) for part in parts if isinstance(part, ast.Call)}
+    if not names.isdisjoint(varying - growing) or not calls <= _CONSTANT:
+        return False
+    is_constant = not any(name in growing or name.endswith(".step") for name in names)
+    compares = [part for part in parts if isinstance(part, ast.Compare)]
+    return is_constant or (not node.orelse and all(_grows(part, growing) for part in compares))
+
+
+def _grows(compare: ast.Compare, growing: set[str]) -> bool:
+    """Whether this compares what is always the same, or a number that grows from pass to pass with a bound."""
+    sides = [
+        [part for part in ast.walk(side) if (name_of(part) or "").endswith(".step") or name_of(part) in growing]
+        for side in (compare.left, *compare.comparators)
+    ]
+    upper = 0 if isinstance(compare.ops[0], (ast.Gt, ast.GtE)) else 1
+    is_bound = isinstance(compare.ops[0], (ast.Gt, ast.GtE, ast.Lt, ast.LtE)) and len(compare.ops) == 1
+    is_remainder = any(isinstance(part, ast.Mod) for part in ast.walk(compare))
+    return not any(sides) or (is_bound and not is_remainder and not sides[1 - upper])
+
+
+def _now(name: str, frame: FrameType) -> Any:
+    """Its value; None if it is set only later."""
+    with contextlib.suppress(KeyError, AttributeError):
+        return value_of(name, frame)
+    return None
