@@ -94,7 +94,7 @@ ELSEWHERE = [
      "train/test_train_data.py::test_a_set_that_is_another_after_a_pass_is_told"),
     ("reported when the second pass begins: an iterable set that a pass has changed, such as by a count of its passes",
      "returns different items after a pass than",
-     "train/test_train_data.py::test_an_iterable_set_that_a_pass_changes_is_told"),
+     "train/test_train_iterable.py::test_an_iterable_set_that_a_pass_changes_is_told"),
     ("a set, a stream or a `collate` that numbers words as they appear in workers, wherever it keeps the numbers",
      "from the first samples it reads",
      "train/test_train_data.py::test_workers_that_number_what_they_read_are_refused_wherever_they_keep_it"),

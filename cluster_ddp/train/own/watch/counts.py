@@ -35,6 +35,7 @@ from cluster_ddp.train.own.watch.syntax import (
     counted,
     feeding_loss,
     holder_of,
+    is_gradient,
     is_held,
     is_of_clock,
     is_of_library,
@@ -262,7 +263,7 @@ def _carried_in(text: Text) -> Iterator[str]:
             starts_over = begins or is_held(name)
             if any(holder_of(name) in names for names in inside.values()):
                 continue  # in a dict that is made in each pass
-            if any(is_of_clock(node) for node, names in inside.items() if name in names):
+            if is_gradient(name) or any(is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
             if is_read_first(loop.body, name):
                 uses = (node for node in below(outer, parents) if is_read(node, name))

@@ -26,6 +26,7 @@ from cluster_ddp.train.own.watch.syntax import (
     below,
     counted,
     feeding_loss,
+    is_gradient,
     is_of_clock,
     is_of_library,
     name_of,
@@ -40,18 +41,8 @@ _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
 _WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
 _OURS = __name__.partition(".")[0]
-_MOVES = {
-    "to",
-    "cuda",
-    "cpu",
-    "float",
-    "half",
-    "bfloat16",
-    "double",
-    "train",
-    "eval",
-    "requires_grad_",
-}  # vae = vae.to()
+# As in vae = vae.to(device).
+_MOVES = {"to", "cuda", "cpu", "float", "half", "bfloat16", "double", "train", "eval", "requires_grad_"}
 _SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _Uses = dict[ast.AST, set[str]]
 
@@ -225,7 +216,7 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
         certain = {node for node in inside if isinstance(node, ast.If) and _holds_on(node, growing, varying)}
         for name in sorted(set_here & names - assigned(loop)):
             nodes = [node for node, found in setting.items() if name in found]
-            if any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
+            if is_gradient(name) or any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
                 continue
             if not restored.isdisjoint(nodes) or any(
                 not places.isdisjoint(names_read([node])[node]) for node in nodes if node not in inside

@@ -273,6 +273,11 @@ def holder_of(name: str) -> str | None:
     return holder if key else None
 
 
+def is_gradient(name: str) -> bool:
+    """Whether this is the gradient of a weight, which the loop may replace by a mean over the ranks, say."""
+    return name.endswith(".grad")
+
+
 def last_part(name: str) -> str:
     """The name under which to keep it: that of the attribute, or of the dict that holds the item."""
     return name.partition("[")[0].rpartition(".")[2]
