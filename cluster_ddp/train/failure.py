@@ -149,16 +149,29 @@ def _is_of_output(error: BaseException) -> bool:
 
 def cause_of(error: BaseException) -> Cause:
     """Return what an error was caused by: as it says itself, or as the one that it was raised from does."""
+    seen: set[int] = set()  # an error can be raised from itself
+    following: object = error
+    while isinstance(following, BaseException) and id(following) not in seen:
+        seen.add(id(following))
+        cause = _cause_of_one(following)
+        if cause is not None:
+            return cause
+        within = getattr(following, "exceptions", None)  # of a group
+        following = within[0] if isinstance(within, tuple) and within else following.__cause__
+    return Cause.PROGRAM
+
+
+def _cause_of_one(error: BaseException) -> Cause | None:
+    """What an error itself shows of its cause; None if it looks like the program's own."""
     said = getattr(error, "cause", None)  # torch's errors about workers also have one: see `tell_how_they_ended`
     if isinstance(said, Cause):
         return said
     if _is_of_output(error) and if_disk_is_full():
         return Cause.HOST
-    ours = isinstance(error, ClusterDDPError)
-    cause = Cause.PROGRAM if ours else cause_of_message(f"{type(error).__name__}: {error}")
-    within = getattr(error, "exceptions", None)  # of a group
-    deeper = within[0] if within else error.__cause__
-    return cause_of(deeper) if cause is Cause.PROGRAM and deeper is not None else cause
+    if isinstance(error, ClusterDDPError):  # our own words do not decide
+        return None
+    cause = cause_of_message(f"{type(error).__name__}: {error}")
+    return None if cause is Cause.PROGRAM else cause
 
 
 def _notes(error: BaseException) -> list[str]:

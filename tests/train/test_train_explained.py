@@ -60,6 +60,9 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     return error
 
 
+ITSELF = ValueError("x")
+
+
 @pytest.mark.parametrize(("error", "cause"), [
     (TrainError("train.comm_hook: bf16 needs CUDA with NCCL; fp16 works with Gloo too"), Cause.PROGRAM),
     (ValueError("no such socket type"), Cause.PROGRAM),
@@ -68,6 +71,7 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     (raised_from(TaskError("the data cannot be read"), OSError(5, "Input/output error")), Cause.HOST),
     (raised_from(RuntimeError("shard 7"), ConnectionResetError(104, "Connection reset by peer")), Cause.OUTSIDE),
     (DistributedError("rank 0 cannot meet the others", cause=Cause.OUTSIDE), Cause.OUTSIDE),
+    (raised_from(ITSELF, ITSELF), Cause.PROGRAM),
 ])  # fmt: skip
 def test_our_own_words_do_not_decide_what_caused_an_error(error: Exception, cause: Cause) -> None:
     """A refusal that names NCCL was tried again as if the network had failed."""
