@@ -120,17 +120,11 @@ def _next_job(history: History, number: int) -> str | None:
 
 
 def next_of_chain(history: History, own: str | None) -> str | None:
-    """Return the job that is queued behind a job for the same run; None if there is none.
-
-    One that was started too early, while an attempt was alive, has ended in vain.
-    """
+    """Return the job that is queued behind a job; None if there is none, or if run.json cannot be read."""
     try:
-        job_ids = read_record(history.run).slurm_job_ids
+        return history.next_of_chain(own, read_record(history.run).slurm_job_ids)
     except RunError:
         return None
-    in_vain = {event.get("slurm_job_id") for event in history.events if event["event"] == events.START_IN_VAIN}
-    behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
-    return next((job_id for job_id in behind if job_id not in in_vain), None)
 
 
 def _preempted_at_start(history: History, number: int, idle: int) -> int:

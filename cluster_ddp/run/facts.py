@@ -40,10 +40,7 @@ class Facts:
     def next_of_chain(self) -> str | None:
         """The job that was queued behind the one of the last attempt; None if there is none."""
         last = self.history.last
-        if last is None or last.slurm_job_id not in self.job_ids:
-            return None
-        behind = self.job_ids[self.job_ids.index(last.slurm_job_id) + 1 :]
-        return behind[0] if behind else None
+        return self.history.next_of_chain(last.slurm_job_id, self.job_ids) if last is not None else None
 
     def how_the_job_ended(self) -> str:
         """Return that the job has ended, and in which state, with Slurm's reason if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from cluster_ddp.run.events import (
     RESUME_REFUSED,
     RESUME_REQUESTED,
     RESUMED,
+    START_IN_VAIN,
     STARTED,
     STOPPED,
     read_events,
@@ -124,6 +125,15 @@ class History:
         """The last step that was saved and belongs to the run; None before the first, and after a fresh start."""
         saved = (event for event in self.events if event["event"] == CHECKPOINT and self.counts(event))
         return max((step for event in saved if (step := as_whole(event.get("step"))) is not None), default=None)
+
+    def next_of_chain(self, own: str | None, job_ids: Sequence[str]) -> str | None:
+        """Return the job that is queued behind a job for the same run; None if there is none.
+
+        One that was started too early, while an attempt was alive, has ended in vain.
+        """
+        in_vain = {event.get("slurm_job_id") for event in self.events if event["event"] == START_IN_VAIN}
+        behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
+        return next((job_id for job_id in behind if job_id not in in_vain), None)
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """Return the events of one attempt by time; only those with the given names, if any are given."""

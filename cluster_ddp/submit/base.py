@@ -16,7 +16,7 @@ from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
-from cluster_ddp.run.directory import RunDirectory
+    from cluster_ddp.run.directory import RunDirectory
 
 
 class SubmitError(ClusterDDPError):
