@@ -9,7 +9,7 @@ _PART = r"(\d{1,9})\s*(sec|min|[smhd])"
 _PARTS = rf"{_PART}(?:\s*{_PART}){{0,3}}"
 _CLOCK = r"(?:(\d{1,5})-)?(\d{1,9})(?::(\d{1,2}))?(?::(\d{1,2}))?"
 
-DURATION_FORMS = 'a number with a unit such as "90s", "10m" or "1h 30m", or a whole number of seconds'
+DURATION_FORMS = 'a number with a unit such as "90s", "1h 30m" or "2d", or a whole number of seconds'
 SLURM_TIME_FORMS = (
     'one of Slurm\'s forms ("04:00:00", "1-12:00:00", "30" for 30 minutes, "30:00" for minutes:seconds, "2-6" for '
     'days-hours), or a number with a unit such as "90m" or "4h 30m"'

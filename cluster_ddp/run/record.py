@@ -76,6 +76,11 @@ class OrphanedJob:
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
+_NEEDED = [
+    field.name
+    for field in dataclasses.fields(RunRecord)
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+]
 
 
 def new_record(spec: JobSpec, run: RunDirectory, *, run_id: str, via: str) -> RunRecord:
@@ -105,19 +110,29 @@ def read_record(run: RunDirectory) -> RunRecord:
     """
     run.refuse_links()
     try:
-        value = json.loads(read_file(run.record_file, MAX_RECORD))
-        record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
-        _check_kinds(record)
+        record = _record_of(json.loads(read_file(run.record_file, MAX_RECORD)))
         noted, of_original = (tuple(map(str, getattr(record, name))) for name in JOB_LISTS)
         return dataclasses.replace(record, slurm_job_ids=noted, jobs_of_original=of_original)
     except FileNotFoundError:
         raise RunError(f"{run.record_file} does not exist; without it {run.path} is not a run") from None
     except OSError as error:
         raise RunError(f"{run.record_file} cannot be read: {error.strerror or error}") from error
-    except RecursionError:
-        raise RunError(f"{run.record_file} cannot be read: it is nested too deeply") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{run.record_file} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RunError(
+            f"{run.record_file} cannot be read: it is not what cluster_ddp writes ({why}). To resume the run, put a "
+            "copy of it back; checkpoints and export work without it"
+        ) from error
+
+
+def _record_of(value: object) -> RunRecord:
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    if missing := [name for name in _NEEDED if name not in value]:
+        raise ValueError(f"without {', '.join(missing)}")
+    record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
+    _check_kinds(record)
+    return record
 
 
 def _check_kinds(record: RunRecord) -> None:

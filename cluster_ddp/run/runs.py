@@ -192,6 +192,17 @@ def list_runs(folder: Path) -> list[RunDirectory]:
     return sorted(runs, key=lambda run: (_created(run), run.id))
 
 
+def no_runs_in(folder: Path) -> str:
+    """Say that there are no runs in a folder, or why it cannot be read."""
+    try:
+        list(folder.iterdir())
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}"
+    return f"there are no runs in {folder}"
+
+
 def find_run(text: str, runs_dir: Path) -> RunDirectory:
     """Return the run that `text` names: a run directory, a run id, or a unique prefix of one.
 
@@ -224,7 +235,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
             _refuse_sweep(runs_dir / name)
     if not runs:
         raise RunNotFound(
-            f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
+            f"no run '{text}': {no_runs_in(runs_dir)}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
             "the folder of your runs."
         )
     raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest runs there:{_names(runs[::-1])}")

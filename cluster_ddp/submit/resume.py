@@ -225,15 +225,14 @@ def _refuse_overtaken(seen: History, record: RunRecord) -> None:
     now, claimed = read_history(seen.run), read_json_object(seen.run.resume_file) or {}
     overtaken = (as_whole(claimed.get("requests")) or 0) > len(seen.resume_requests)
     noted = read_record(seen.run)
-    if (
-        overtaken
-        or (now.last_number, len(now.resume_requests)) != (seen.last_number, len(seen.resume_requests))
-        or (noted.slurm_job_ids, noted.submitting) != (record.slurm_job_ids, record.submitting)
-    ):
+    then = (seen.last_number, len(seen.resume_requests), record.slurm_job_ids, record.submitting)
+    has_changed = then != (now.last_number, len(now.resume_requests), noted.slurm_job_ids, noted.submitting)
+    if overtaken or has_changed:
         by = f" ({claimed['by']})" if overtaken and isinstance(claimed.get("by"), str) else ""
+        lost = f"If nobody has, some of its events are lost: remove {seen.run.resume_file}, and repeat the command."
         raise SubmitError(
             f"run {seen.run.id} was just resumed by another command{by}, and this one changed nothing.\n"
-            f"Check on it: cluster-ddp status {name_for_commands(seen.run)}"
+            f"Check on it: cluster-ddp status {name_for_commands(seen.run)}" + ("" if has_changed else f"\n{lost}")
         )
 
 

@@ -98,6 +98,15 @@ def test_of_two_that_send_a_run_to_the_queue_one_does(
     assert run.job_file.read_bytes() == before and len(slurm.submissions()) == 1
 
 
+def test_a_run_whose_events_are_lost_can_be_resumed_again(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    """Each call said that another one had just resumed it, and nothing else."""
+    run.resume_file.write_text('{"by": "me", "requests": 1}')
+    said = call("resume", run.id)
+    assert said.status == 2 and f"its events are lost: remove {run.resume_file}, and repeat" in said.err
+    run.resume_file.unlink()
+    assert call("resume", run.id).status == 0
+
+
 def test_of_four_calls_at_once_one_submits_and_the_others_say_so(
     call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

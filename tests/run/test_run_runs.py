@@ -163,6 +163,9 @@ def test_an_id_that_is_a_prefix_of_another_names_itself(tmp_path: Path) -> None:
 def test_what_names_no_run_or_several_is_answered_with_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match="there are no runs in"):
         find_run("x", tmp_path / "missing")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunNotFound, match="file cannot be read: Not a directory"):
+        find_run("x", tmp_path / "file")
     fake_run(tmp_path, "digits-20260101-000000-aaaa")
     fake_run(tmp_path, "digits-20260102-000000-bbbb")
     with pytest.raises(RunNotFound, match=r"(?s)matches 2 runs.*aaaa.*bbbb") as caught:
@@ -175,9 +178,14 @@ def test_what_names_no_run_or_several_is_answered_with_what_is_there(tmp_path: P
 
 
 def test_a_damaged_record_is_said_to_be_so(run: RunDirectory) -> None:
-    for content in ("", "[]", '{"id": "x"}', "{"):
+    for content, why in (
+        ("", "line 1"),
+        ("[]", "not a JSON object"),
+        ('{"id": "x"}', "without name, "),
+        ("{", "line 1"),
+    ):
         run.record_file.write_text(content)
-        with pytest.raises(RunError, match=r"run\.json cannot be read"):
+        with pytest.raises(RunError, match=rf"run\.json cannot be read: .*{why}.*put a copy of it back"):
             read_record(run)
 
 
