@@ -3,7 +3,7 @@
 Nothing here imports torch: the node program stays small and starts quickly; only the agent and the ranks load torch.
 
 On the batch host
-    keeper, batch_host                    sees one start of the job through; the machine it runs on
+    keeper, keeper_records, batch_host    sees one start of the job through; what it records; the machine it runs on
     beginning, patience                   beginning an attempt, and waiting for storage that fails
     deciding, script_outcome, notice      what follows an attempt; how a script ended; notifying the user
     job_step, running_job_step,           srun's job step: its command, how it runs, what it prints

@@ -32,6 +32,7 @@ from cluster_ddp.launch.beginning import begin
 from cluster_ddp.launch.deciding import DECIDE_SECONDS, AttemptDecision, Decider, KeptStart, job_action_for
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.job_step import leaves_port_open, with_attempt
+from cluster_ddp.launch.keeper_records import RECORD_SECONDS, KeeperRecords
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.patience import patiently, storage_error
@@ -39,19 +40,17 @@ from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, requeue
 from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
-from cluster_ddp.process import fast_exit, host_name, limit_umask
-from cluster_ddp.run.attempt_record import is_superseded, list_attempts, read_attempt
-from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide, record_decision
+from cluster_ddp.process import fast_exit, limit_umask
+from cluster_ddp.run.attempt_record import is_superseded
+from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError, to_continue
 from cluster_ddp.run.events import (
     NODE_FAILED,
     REQUEUE_DELAYED,
     REQUEUE_FAILED,
-    START_IN_VAIN,
     WARNING,
     EventWriter,
-    on_this_host,
 )
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
@@ -59,8 +58,6 @@ from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
 T = TypeVar("T")
-
-_RECORD_SECONDS = 20.0
 
 
 class Keeper:
@@ -90,7 +87,7 @@ class Keeper:
         self._allocation = allocation
         self._host = host or BatchHost()
         self._end = EndOfJob(allocation, self._host, warning=warning)
-        self._attempt: AttemptDirectory | None = None
+        self._records = KeeperRecords(run, allocation, self._host)
         self._storage_answers = True
         self._gave_up = False  # on beginning an attempt, which may still be under way in the background
 
@@ -108,31 +105,18 @@ class Keeper:
             kept = self._keep()
         except ClusterDDPError as error:
             if isinstance(error, RunAlive):
-                self._record_if_possible(self._note_in_vain)
+                self._records.write_in_vain()
             self._stay_ended()
             raise
         if kept.job_action != "requeue":
             self._stay_ended()
         return kept
 
-    def _note_in_vain(self) -> None:
-        """Record that nothing begins in this job, such as one of a chain whose dependency somebody has removed."""
-        start, attempts = self._allocation.start, list_attempts(self._run)
-        if start is None or not attempts or read_attempt(attempts[-1]).slurm_job_id == start.task:
-            return  # of two starts of one job, the newer one trains
-        alive = attempts[-1].number
-        message = (
-            f"Slurm job {start.task} was started while attempt {alive} was alive: it has ended, and nothing of the run "
-            "began in it"
-        )
-        events = EventWriter(self._run, self._writer)
-        events.write(START_IN_VAIN, attempt=alive, slurm_job_id=start.task, message=message)
-
     def _stay_ended(self) -> None:
         self._end.stop_listening()
         self._allocation.stay_ended(unwanted=self._end.unwanted())
-        seconds = NOTICE_SECONDS + _RECORD_SECONDS
-        self._record_if_possible(lambda: give_notice(self._run, writer=self._writer), seconds=seconds)
+        seconds = NOTICE_SECONDS + RECORD_SECONDS
+        self._records.if_possible(lambda: give_notice(self._run, writer=self._records.writer), seconds=seconds)
 
     def _keep(self) -> KeptStart:
         self._end.listen()
@@ -142,7 +126,7 @@ class Keeper:
         attempt = None if bad is None else self._patiently(self._begin)
         if attempt is None:
             return self._give_up()
-        self._attempt = attempt
+        self._records.attempt = attempt
         self._end.begin(attempt)
         self._train(attempt)
         self._end.react_to_all()
@@ -151,7 +135,12 @@ class Keeper:
             return KeptStart("end", "stop", why)
         self._end.find_out_why(self._say_delayed)
         decider = Decider(
-            attempt, self._allocation, self._host, self._end, host_name=self._host_name, writer=self._writer
+            attempt,
+            self._allocation,
+            self._host,
+            self._end,
+            host_name=self._records.host_name,
+            writer=self._records.writer,
         )
         return self._act_on(attempt, decider.decide(storage_answers=self._storage_answers))
 
@@ -202,9 +191,9 @@ class Keeper:
         if self._end.reason is not None:
             self._end.find_out_why(self._say_delayed)
             return self._requeue(None, [], "the job is ended before its attempt could begin")
-        why = f"the attempt could not begin: storage does not respond on {self._host_name}"
+        why = f"the attempt could not begin: storage does not respond on {self._records.host_name}"
         say(f"{why}: starting again, elsewhere if possible")
-        return self._requeue(None, [self._host_name], why)
+        return self._requeue(None, [self._records.host_name], why)
 
     # -- the job step --------------------------------------------------------------------------------------------------
 
@@ -224,7 +213,7 @@ class Keeper:
         except (OSError, NoFreePort, RuntimeError) as error:  # RuntimeError: no more threads
             why = f"cannot start the job step: {error}"
             say(why)
-            self._write(NODE_FAILED, host=self._host_name, error=why, suspect=True)
+            self._records.write(NODE_FAILED, host=self._records.host_name, error=why, suspect=True)
             self._end.job_step_has_ended()
             return
         self._host.beside(prepare_to_decide)
@@ -234,7 +223,7 @@ class Keeper:
             if has_ended is None and job_step.end_unbegun():
                 say(
                     f"no node program has started for {START_SECONDS / 60:.0f} min, and storage does not respond on "
-                    f"{self._host_name}: ending the job step"
+                    f"{self._records.host_name}: ending the job step"
                 )
             if job_step.has_exited:  # storage hides how it ended
                 exited_at = min(exited_at, self._host.now())
@@ -247,8 +236,8 @@ class Keeper:
         self._end.job_step_has_ended()
         self._end.react_to_all()  # including what arrived while storage blocked this process
         if start is not None and self._storage_answers:
-            writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
-            self._record_if_possible(
+            writer, job_ends = EventWriter(self._run, self._records.writer), self._end.reason is not None
+            self._records.if_possible(
                 lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends),
                 unless=self._end.has_come_too_near,
             )
@@ -262,11 +251,11 @@ class Keeper:
         if job_action == "requeue":
             return self._requeue(attempt, decided.bad_hosts, decided.why)
         if decided.decision is not None:
-            self._record(attempt, decided.decision)
+            self._records.write_decision(attempt, decided.decision)
             if (link := decided.decision.continued_by) is not None:
                 self._exclude(decided.bad_hosts, link)  # which passes them on, should it end early as well
         elif job_action == "fail":
-            self._write(REQUEUE_FAILED, reason=decided.why)
+            self._records.write(REQUEUE_FAILED, reason=decided.why)
         return KeptStart(job_action, decided.action or "fail", decided.why)
 
     def _requeue(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
@@ -285,7 +274,7 @@ class Keeper:
                 )
             )
         except RequeueFailed as error:
-            self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
+            self._records.write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             self._exclude_from_chain(bad)
             raise RequeueFailed(f"{error}\n{to_continue(self._run.path)}") from error
         if not queued:
@@ -293,10 +282,10 @@ class Keeper:
             if not self._end.unwanted():
                 self._end.note_cancel()
             if attempt is not None:
-                self._record(attempt, Decision("stop", "its owner has ended it meanwhile"))
+                self._records.write_decision(attempt, Decision("stop", "its owner has ended it meanwhile"))
             return KeptStart("end", "stop", "its owner has ended it meanwhile")
         if attempt is not None:
-            self._record(attempt, Decision("requeue", why))
+            self._records.write_decision(attempt, Decision("requeue", why))
         self._exclude(bad)
         return KeptStart("requeue", "requeue", why)
 
@@ -305,7 +294,7 @@ class Keeper:
         start = self._allocation.start
         if not bad or start is None:
             return
-        link = self._host.within(_RECORD_SECONDS, lambda: next_of_chain(read_history(self._run), start.task))
+        link = self._host.within(RECORD_SECONDS, lambda: next_of_chain(read_history(self._run), start.task))
         if link is not None:
             self._exclude(bad, link)
 
@@ -314,56 +303,19 @@ class Keeper:
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad, link):
             names, further = " ".join(bad), f"Slurm job {link}" if link else "further starts of this job"
             say(f"excluded from {further}: {names}")
-            self._write(WARNING, message=f"the bad hosts are excluded from {further}: {names}")
-
-    @property
-    def _host_name(self) -> str:
-        """What Slurm calls this host."""
-        start = self._allocation.start
-        return (start.batch_host if start else "") or host_name()
-
-    @property
-    def _writer(self) -> str:
-        start = self._allocation.start
-        return on_this_host(f"batch-{start.job_id if start else os.getpid()}")
+            self._records.write(WARNING, message=f"the bad hosts are excluded from {further}: {names}")
 
     def _why_it_ends(self) -> str | None:
         """Return why the job ends, as far as is certain. A newer attempt shows that it has already been requeued."""
         return REQUEUED if self._is_superseded() else self._end.certain_reason()
 
     def _is_superseded(self) -> bool:
-        attempt = self._attempt
+        attempt = self._records.attempt
         return attempt is not None and bool(self._host.glance(lambda: is_superseded(attempt)))
 
     def _say_delayed(self, reason: str) -> None:
         say(f"cannot be requeued yet; trying again: {reason}")
-        self._write(REQUEUE_DELAYED, reason=reason)
-
-    def _write(self, event: str, **fields: object) -> None:
-        """Write an event about this attempt, or about the one before it if this start gives its nodes back first."""
-
-        def write() -> None:
-            attempts = [self._attempt] if self._attempt is not None else list_attempts(self._run)
-            number = attempts[-1].number if attempts else None
-            EventWriter(self._run, self._writer).write(event, attempt=number, **fields)
-
-        self._record_if_possible(write)
-
-    def _record(self, attempt: AttemptDirectory, decision: Decision) -> None:
-        self._record_if_possible(lambda: record_decision(attempt, decision, writer=self._writer))
-
-    def _record_if_possible(
-        self,
-        record: Callable[[], object],
-        *,
-        seconds: float = _RECORD_SECONDS,
-        unless: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Do something that the job does not depend on."""
-        try:
-            self._host.within(seconds, record, unless=unless)
-        except Exception as error:
-            say(f"could not be recorded: {type(error).__name__}: {error}")
+        self._records.write(REQUEUE_DELAYED, reason=reason)
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from story import SPEC, play
 
 from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.job.errors import ClusterDDPError, JobFileError
-from cluster_ddp.launch import end_of_job, keeper, stop_requests
+from cluster_ddp.launch import end_of_job, keeper, keeper_records, stop_requests
 from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.run import decision, events
 from cluster_ddp.run.errors import RunError
@@ -78,7 +78,7 @@ def test_an_error_in_what_is_only_recorded_loses_no_requeue(
     def fail(*arguments: object, **named: object) -> None:
         raise RunError("x.jsonl cannot be read")
 
-    monkeypatch.setattr(keeper, what, fail)
+    monkeypatch.setattr(keeper_records if what == "record_decision" else keeper, what, fail)
     life = Life(training="completes" if what == "give_notice" else "is killed")
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
     kept = live(world)
