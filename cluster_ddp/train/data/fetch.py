@@ -1,4 +1,4 @@
-"""Fetches samples from a map-style data set, seeding each one (or each batch, for sets with ``__getitems__``)."""
+"""Fetches batches from a map-style data set, and tries at first whether its samples are the same again."""
 
 from __future__ import annotations
 
@@ -12,51 +12,26 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from cluster_ddp.job.errors import Cause
 from cluster_ddp.printing import say
-from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.train.data.another_worker import as_another_worker, in_copy_of_worker
-from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.made_from import AtFirst
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.data.sets import (
-    Numbers,
-    copied,
-    fetches_by_batch,
-    is_plain_rows,
-    length_of,
-    share_memory,
-    unwrapped,
-    warn_of_counts,
-)
+from cluster_ddp.train.data.seeded_reads import ALL_GENERATORS, Collate, SeededReads
+from cluster_ddp.train.data.sets import Numbers, copied, length_of, share_memory, warn_of_counts
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import (
-    HOST_GENERATORS,
-    OwnGenerators,
-    derive,
-    drawn,
-    mix,
-    parts_of,
-    seed_host,
-    seed_one,
-    watch,
-)
-from cluster_ddp.train.state.surroundings import generators_around
+from cluster_ddp.train.randomness import drawn
 
 _TRIED = 32
 _TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # the maximum number of batches (and bytes) fetched by one call
 _ALIGNMENT = 64  # bytes, of memory that torch allocates on the CPU
 _FEW = 4
-_ALL = tuple(range(len(HOST_GENERATORS)))
 
 LOOK = -1
 """In place of an epoch: the fingerprint of the samples is wanted, by which another data set is recognised."""
 
-Collate = Callable[[list[Any]], Any]
 
-
-class Fetcher:
+class Fetcher(SeededReads):
     """Makes batches of the samples at given indices.
 
     Parameters
@@ -73,32 +48,16 @@ class Fetcher:
     """
 
     def __init__(self, data: Dataset[Any], collate: Collate, *seed_words: int, exact: bool = False) -> None:
-        self._data, self._positions = unwrapped(data)
-        self._collate = collate
-        self._base = derive(*seed_words)
-        self._of_data: list[Any] | None = None
-        self.is_tried = not exact
+        super().__init__(data, collate, *seed_words, is_tried=not exact)
         self.is_changed_by_steps: Callable[[], bool] = bool  # what samples are made from; told elsewhere if need be
         self.at_first: AtFirst = nullcontext  # gives the task the state that it had before training
         self.is_resumed = False  # whether it had another when the first samples were fetched
-        self._find_generators()
-        # Whether generators at the top level of modules are seeded too; None, before the first batches: in any case.
-        self._draws_around: bool | None = None if exact else False
         # A batch's fingerprint before training, its epoch and indices, to detect whether passes over the set change it.
         self._at_first: tuple[int, int, Indices] | None = None
         self._looked_at_again = 0  # the epoch from which to check it again
         self._length = 0  # the length of the set before training
         self._untouched: Any = None  # a copy of the set before it is read; kept, as some close files when deleted
-        # Which of `HOST_GENERATORS` samples draw from: only these are seeded for each sample.
-        self._used = _ALL
         self._may_change = False  # whether training may change the rows of a TensorDataset
-        self._collates_by_default = getattr(collate, "__func__", collate) in DEFAULT_COLLATES
-        if is_plain_rows(self._data) and self._collates_by_default:
-            self._read: Callable[[int, Indices], Any] = self._by_tensor
-        elif fetches_by_batch(self._data):
-            self._read = self._by_batch
-        else:
-            self._read = self._one_by_one
 
     def __call__(self, epoch: int, indices: Indices) -> Any:
         """Fetch the samples at `indices`, int64 of shape (n,), as one batch, or their fingerprint for the epoch `LOOK`.
@@ -123,11 +82,6 @@ class Fetcher:
             self._looked_at_again = 2 * epoch  # rarely enough to cost nothing
             self._try_after_a_pass()
         return self._watched(lambda: self._read(epoch, places))
-
-    @property
-    def generators_around(self) -> list[Any]:
-        """Generators at the top level of modules that are seeded for each sample in this process."""
-        return list(self._around.values()) if self._draws_around else []
 
     def expect_changes(self, *holders: object) -> None:
         """Fetch each batch only when its step begins if one of these holds the rows, and so may change them."""
@@ -158,113 +112,6 @@ class Fetcher:
         tensors = self(0, np.concatenate([indices for _, indices in keys]))
         return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
 
-    def _find_generators(self) -> None:
-        self._process, of_data = os.getpid(), list(OwnGenerators(self._data))
-        if self._of_data is None or not self.is_tried or list(map(id, of_data)) != list(map(id, self._of_data)):
-            self._of_data, self._own = of_data, self._held_generators()
-        held, found = set(map(id, self._own)), generators_around(parts_of(self._data, self._collate))
-        around = {name: generator for name, generator in found.items() if id(generator) not in held}
-        self._around = {derive(*name.encode()): generator for name, generator in around.items()}
-
-    def _held_generators(self) -> OwnGenerators:
-        return OwnGenerators(self._data, getattr(self._collate, "__self__", None))
-
-    def _watched(self, read: Callable[[], Any]) -> Any:
-        """Call `read`; if it draws from a generator at the top level of a module, again with all generators seeded."""
-        if self._draws_around is not False or not self._around:
-            return read()
-        before = list(map(drawn_to, self._around.values()))
-        found = read()
-        if list(map(drawn_to, self._around.values())) == before:
-            return found
-        self._draws_around = True
-        return read()
-
-    def _seed_own(self, seed: int) -> None:
-        self._own.seed(seed)
-        if self._draws_around is not False:
-            for name, generator in self._around.items():
-                seed_one(generator, mix(seed ^ name))
-
-    def _look(self, places: Indices) -> int:
-        """The fingerprint of samples as in the first epoch, before collating."""
-        if self._read == self._by_tensor:
-            return fingerprint(self._by_tensor(0, places))
-        if self._read == self._by_batch:
-            self._seed(mix(self._base ^ mix(0)) ^ int(places[0]))
-            return fingerprint(self._data.__getitems__(places.tolist()))  # type: ignore[attr-defined]
-        return fingerprint(self._items(0, places.tolist()))
-
-    def _row_bytes(self) -> list[int]:
-        return [tensor[:1].nbytes for tensor in self._data.tensors]  # type: ignore[attr-defined]
-
-    def _by_tensor(self, epoch: int, indices: Indices) -> Any:
-        chosen = torch.from_numpy(indices)
-        return [
-            tensor.index_select(0, chosen) if tensor.is_cpu else tensor.index_select(0, chosen.to(tensor.device))
-            for tensor in self._data.tensors  # type: ignore[attr-defined]
-        ]
-
-    def _by_batch(self, epoch: int, indices: Indices) -> Any:
-        self._seed(mix(self._base ^ mix(epoch)) ^ int(indices[0]))
-        batch = self._data.__getitems__(indices.tolist())  # type: ignore[attr-defined]
-        return self._collated(batch, indices) if isinstance(batch, list) else batch
-
-    def _one_by_one(self, epoch: int, indices: Indices) -> Any:
-        chosen = indices.tolist()
-        items = self._items(epoch, chosen)
-        if not self._collates_by_default:
-            self._seed_others(mix(mix(self._base ^ mix(epoch)) ^ chosen[-1]))  # as the last sample would have left them
-        return self._collated(items, indices)
-
-    def _items(self, epoch: int, indices: list[int]) -> list[Any]:
-        base = mix(self._base ^ mix(epoch))
-        while (items := self._seeded(base, indices)) is None:
-            pass
-        return items
-
-    def _seeded(self, base: int, indices: list[int]) -> list[Any] | None:
-        """The samples, each seeded; None if one has drawn from a host generator that was not in use so far."""
-        others = [number for number in _ALL if number not in self._used]
-        untouched = [watch(number) for number in others]
-        seeds: list[Callable[[int], object]] = [HOST_GENERATORS[number].seed for number in self._used]
-        if self._own or (self._around and self._draws_around is not False):
-            seeds.append(self._seed_own)
-        items = []
-        for index in indices:
-            if seeds:
-                seed = mix(base ^ index)
-                for seed_generator in seeds:
-                    seed_generator(seed)
-            items.append(self._data[index])
-        if more := [number for number, holds in zip(others, untouched, strict=True) if not holds()]:
-            self._used += tuple(more)
-            return None
-        return items
-
-    def _seed_others(self, seed: int) -> None:
-        for number, generator in enumerate(HOST_GENERATORS):
-            if number not in self._used:
-                generator.seed(seed)
-
-    def _seed(self, word: int) -> None:
-        seed = mix(word)
-        seed_host(seed)
-        self._seed_own(seed)
-
-    def _collated(self, items: list[Any], indices: Indices) -> Any:
-        if not self._collates_by_default:
-            return self._collate(items)
-        try:
-            return self._collate(items)
-        except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
-            if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full memory disk
-                raise
-            raise DataError(
-                f"samples {_named(indices)} do not make a batch: {error}\n"
-                "    give items of the same structure and shapes, or a collate function of your own"
-            ) from error
-
     def _try_twice(self, epoch: int, indices: Indices) -> None:
         """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
@@ -289,7 +136,7 @@ class Fetcher:
             self._used = ()
             # A set may take its seed from a generator without drawing from it.
             if fingerprint(self._read(epoch + 1, indices)) != other:
-                self._used = _ALL
+                self._used = ALL_GENERATORS
             self._draws_around = False  # until it is seen to draw
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
@@ -400,8 +247,3 @@ class Fetcher:
 
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
-
-
-def _named(indices: Indices) -> str:
-    shown = ", ".join(map(str, indices[:8].tolist()))
-    return shown + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")

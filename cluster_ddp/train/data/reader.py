@@ -17,10 +17,10 @@ from cluster_ddp.job import BatchPlan
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.another_worker import in_copy_of_worker
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES, try_collate
-from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.loader import make_sendable
 from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.data.seeded_reads import Collate
 from cluster_ddp.train.data.sets import copied
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import DataError

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
+from cluster_ddp.train.data.seeded_reads import Collate
 from cluster_ddp.train.distributed import all_gather_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy
