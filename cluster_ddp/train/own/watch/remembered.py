@@ -1,4 +1,4 @@
-"""Detects what a custom loop sets in one batch or epoch, and what later ones compute the loss from or end by."""
+"""Detects what a custom loop sets in one batch or epoch that decides the loss, or the end, of later ones."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class Remembered:
         if names := sorted(found.keys() - names):
             first = names[0].rpartition(".")[2]
             self._warn(
-                f"the loop sets {', '.join(names)} in one batch or epoch for later ones, which compute the loss from "
-                "it or end by it, and no checkpoint contains it: a resume starts with what it is before the loop, and "
-                f"is not exact. Keep a number, text, list or tensor: kept = run.keep({first}=...), and read and set "
-                f"kept.{first} in the loop. Set anything else anew before each use: from the number of the epoch (`if "
-                "epoch >= 2:` rather than `==`), from run.step, or from what is kept"
+                f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss from it, "
+                "or end because of it, but no checkpoint contains it: a resume starts with what it is before the loop, "
+                f"and is not exact. Keep a number, text, list or tensor: kept = run.keep({first}=...), and read and "
+                f"set kept.{first} in the loop. Set anything else anew before each use: from the number of the epoch "
+                "(`if epoch >= 2:` rather than `==`), from run.step, or from what is kept"
             )
 
     def _found(self) -> Iterator[tuple[str, Any]]:
