@@ -104,13 +104,15 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     if requeues >= limits.max_requeues:
         if link := _next_job(history, number):
             return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues", link)
-        return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
+        often = "once" if requeues == 1 else f"{requeues} times"
+        return _stalled(history, number, outcome, f"requeued {often}, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress:
         idle -= _preempted_at_start(history, number, idle)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
         how = "failed" if history.reports_nothing else "ended without a new checkpoint"
-        return _stalled(history, number, outcome, f"{idle} attempts in a row {how}")
+        which = "the last attempt" if idle == 1 else f"{idle} attempts in a row"
+        return _stalled(history, number, outcome, f"{which} {how}")
     return Decision("requeue", outcome.why)
 
 

@@ -127,15 +127,15 @@ def _let_others_ask(world: World) -> None:
 
 def explain(error: BaseException) -> str:
     """Describe the error and, where known, the setting to change."""
-    said, line_break, more = (str(error) or type(error).__name__).partition("\n")
-    text = "; ".join([said, *_notes(error)]) + line_break + more  # `status` shows the first line
+    said, line_break, more = str(error).partition("\n")
+    text = "; ".join(filter(None, [said, *_notes(error)])) + line_break + more  # `status` shows the first line
     if any(sign in text for sign in _NO_MORE_PROCESSES):
         text += "; perhaps you have reached the limit on processes and threads there (ulimit -u), including other jobs"
     if _is_of_output(error):
         text += if_disk_is_full()
     if isinstance(error, ClusterDDPError):
-        return f"{text}{_place(error)}"
-    named = f"{type(error).__name__}: {text}"
+        return f"{text or type(error).__name__}{_place(error)}"
+    named = ": ".join(filter(None, [type(error).__name__, text]))
     if inside := getattr(error, "exceptions", None):  # a group; the class is new in Python 3.11
         named += f"; the first: {explain(inside[0])}"
     advice = _advice(error, text)

@@ -318,15 +318,23 @@ def test_a_persons_resume_resets_the_stall_guard_and_the_count_of_requeues(run: 
     assert decide(run, third).action == "requeue"
 
 
-def test_requeues_are_counted_and_the_jobs_own_limits_hold(run: RunDirectory, say: Say) -> None:
-    limited(run, max_requeues=2)
+@pytest.mark.parametrize(("limit", "words"), [(1, "requeued once,"), (2, "requeued 2 times,")])
+def test_requeues_are_counted_and_the_jobs_own_limits_hold(run: RunDirectory, say: Say, limit: int, words: str) -> None:
+    limited(run, max_requeues=limit)
     decisions = []
-    for number in range(3):
+    for number in range(limit + 1):
         attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
         say("checkpoint", number, at=number, step=10 * number + 10)
         decisions.append(decide(run, attempt))
-    assert [decision.action for decision in decisions] == ["requeue", "requeue", "stall"]
-    assert "requeued 2 times" in decisions[-1].why
+    assert [decision.action for decision in decisions] == ["requeue"] * limit + ["stall"]
+    assert words in decisions[-1].why
+
+
+def test_a_single_attempt_without_a_new_checkpoint_may_be_the_limit(run: RunDirectory, say: Say) -> None:
+    limited(run, max_without_progress=1)
+    attempt = begin_dead(run, slurm_job_id="5")
+    say("rank-failed", 0, step=9, rank=3, host="n9", error="RuntimeError: CUDA error")
+    assert decide(run, attempt).why.startswith("the last attempt ended without a new checkpoint; the last error: ")
 
 
 def test_the_next_job_of_a_chain_goes_on_where_requeues_are_not_allowed(run: RunDirectory, say: Say) -> None:

@@ -33,6 +33,11 @@ def test_the_notes_of_an_error_are_told_with_it() -> None:
     assert explain(error) == "ValueError: bad shape; in shard 7, sample 3\nof x"
 
 
+def test_an_error_without_words_is_told_by_its_name_alone() -> None:
+    assert explain(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert explain(MemoryError()).endswith("(MemoryError)")
+
+
 def test_a_single_sample_of_a_set_without_a_length_is_explained() -> None:
     with pytest.raises(ValueError, match="more than 1 value") as raised:
         nn.BatchNorm1d(3)(torch.ones(1, 3))
