@@ -3,8 +3,9 @@
 Slurm may send a signal to every process of a step. The agent must survive it, or its ranks could not save:
 
 - It is started with those signals ignored. torchrun installs handlers for some, so it is configured to handle only one
-that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; `start_torchrun` takes an older one's handler away).
-- Ignored signals are inherited: a rank ignores them too until it installs its own handlers.
+that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; `start_torchrun` replaces an older one's handler).
+- Ignored signals are inherited: a rank of a task ignores them too until it installs its own handlers. A script starts
+with default handling, as under torchrun alone (`start_torchrun`): what it starts itself must end on ``terminate()``.
 
 It runs in its own session, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.
 """
@@ -24,7 +25,7 @@ SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2
 
 
 class Agent:
-    """A running torchrun, from a command without placeholders; it and its ranks ignore the signals in `survives`."""
+    """A running torchrun, from a command without placeholders, which the signals in `survives` do not end."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, survives: Iterable[signal.Signals]

@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from cluster_ddp.launch.exits import record_exits
+from cluster_ddp.launch.processes import present
 from cluster_ddp.launch.torchrun import option, script_set_apart, trains_a_task
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE, SAFE_PATH_VARIABLE
 from cluster_ddp.process import fast_exit, gc_paused
@@ -43,6 +44,23 @@ def defer_computing() -> None:
     sys.modules[deferred.__name__] = deferred
 
 
+def _survive(number: int, frame: FrameType | None) -> None:
+    """Do nothing."""
+
+
+def handle_ignored_signals() -> None:
+    """Survive the signals that this agent was started to ignore by handling them: its ranks inherit no handler.
+
+    A script would pass on to what it starts that SIGTERM is ignored, and wait forever for what it has terminated, as
+    at the end of ``with multiprocessing.Pool() as pool``.
+    """
+    by_python = present("SIGPIPE", "SIGXFSZ")  # restored in every process that it starts
+    for number in signal.valid_signals() - set(by_python):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _survive)
+            signal.siginterrupt(number, False)  # C++ code of torch may take an interrupted call for a failed one
+
+
 def main() -> None:
     """Run torchrun in this process."""
     defer_computing()
@@ -54,11 +72,14 @@ def main() -> None:
         from cluster_ddp.launch.rendezvous import sign_rendezvous
     attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
     sign_rendezvous(sys.argv, attempt.rendezvous_key)
-    if not trains_a_task(sys.argv):  # a script can import the modules next to it, as when it is run directly
-        os.environ.pop(SAFE_PATH_VARIABLE, None)
+    survive: Any = signal.SIG_IGN
+    if not trains_a_task(sys.argv):
+        os.environ.pop(SAFE_PATH_VARIABLE, None)  # it can import the modules next to it, as when it is run directly
         sys.argv = script_set_apart(sys.argv)
+        survive = _survive
+        handle_ignored_signals()
     if not hasattr(LaunchConfig, "signals_to_handle"):  # older torch handles signals, whatever its environment says
-        api._terminate_process_handler = signal.SIG_IGN  # type: ignore[assignment]
+        api._terminate_process_handler = survive
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
     fast_exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -64,6 +65,7 @@ class StopSignals:
     def __init__(self, heartbeat: HeartbeatFile | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._heartbeat = heartbeat
         self._clock = clock
+        self._pid = os.getpid()
         self._level = 0
         self._reason: str | None = None
         self._first = 0.0
@@ -93,6 +95,9 @@ class StopSignals:
         return [] if self._heartbeat is not None else sorted(signal.Signals(number).name for number in lost)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a process that the program has forked inherits this handler
+            _end_if_terminated(number)
+            return
         now = self._clock()
         if not self._level:
             self._level, self._first = SAVE_AND_END, now
@@ -111,6 +116,13 @@ class StopSignals:
     def reason(self) -> str | None:
         """Why, one of `run.stopfile.REASONS`; None while no stop is requested."""
         return (self._heartbeat.stop_reason if self._heartbeat else None) or self._reason
+
+
+def _end_if_terminated(number: int) -> None:
+    """End a process that was forked by a rank if that is what `terminate()` asks for, as the pools of Python do."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,23 @@
-"""A rank of a script that knows nothing of this package: plain_rank.py [handles] [usr1] [fails].
+"""A rank of a script that knows nothing of this package: plain_rank.py [helper] [handles] [usr1] [fails].
 
-By itself it never ends. It `handles` SIGTERM or SIGUSR1 (`usr1`) by ending, with a status of its own if it `fails`.
+By itself it never ends. It `handles` SIGTERM or SIGUSR1 (`usr1`) by ending, with a status of its own if it `fails`. Of
+a `helper`, a process that it has forked and terminates, it tells the exit status.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import time
 
 stopped: list[int] = []
+if "helper" in sys.argv:
+    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    helper.start()
+    helper.terminate()
+    helper.join()
+    print("its helper ended with", helper.exitcode, flush=True)
 for word, number in (("handles", signal.SIGTERM), ("usr1", signal.SIGUSR1)):
     if word in sys.argv:
         signal.signal(number, lambda number, _: stopped.append(number))

@@ -195,7 +195,7 @@ def test_nothing_survives_the_node_program(start_node: Start, script: str, args:
 @pytest.mark.parametrize(
     ("handles", "reason", "by"),
     [
-        (("handles",), PERSON, "SIGTERM"),
+        (("handles", "helper"), PERSON, "SIGTERM"),
         (("usr1", "fails"), PERSON, "SIGUSR1"),  # it ends with a status of its own, which is no failure
         (("handles", "usr1"), TIME_LIMIT, "SIGUSR1"),  # the signal that Slurm would send
     ],
@@ -209,14 +209,16 @@ def test_a_script_is_asked_by_the_signal_that_it_handles(
     status, out, _ = node.finish()
     assert (status, node.ended_as(), node.events("rank-failed")) == (0, "stopped", [])
     assert node.logs().count(f"saved and ends by {by}") == node.procs
+    assert node.logs().count("its helper ended with -15") == node.procs * ("helper" in handles)
     assert "saved and ends" in out
 
 
-def test_a_script_that_ends_by_slurms_own_signal_was_stopped(start_node: Start) -> None:
+@pytest.mark.parametrize("handles", [("handles", "fails"), ()], ids=["its handler", "the default"])
+def test_a_script_that_ends_by_slurms_own_signal_was_stopped(start_node: Start, handles: tuple[str, ...]) -> None:
     """Slurm signals all processes of a step at once: such ranks are gone before the node program looks for them."""
-    node = start_node("plain_rank.py", "handles", "fails")
+    node = start_node("plain_rank.py", *handles, light=not handles)
     node.wait_for("begins")
-    for pid in (node.pid, *map(node.rank, range(node.procs))):
+    for pid in (node.pid, node.agent(), *map(node.rank, range(node.procs))):
         os.kill(pid, signal.SIGTERM)
     status, _, _ = node.finish()
     (asked,) = node.events("stop-requested")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import time
@@ -41,6 +42,27 @@ def test_a_signal_only_raises_a_flag() -> None:
             signal.raise_signal(signal.SIGTERM)  # somebody is in a hurry
             assert (stop.level, stop.reason) == (2, reason)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_a_rank_has_forked_ends_when_it_is_terminated() -> None:
+    """As the pools of Python end their workers, for which they then wait."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    stop = StopSignals()
+    stop.install()
+    try:
+        helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        helper.start()
+        assert helper.pid is not None
+        os.kill(helper.pid, signal.SIGUSR1)  # to all processes of the group, as some sites warn
+        helper.join(0.2)
+        assert helper.is_alive()
+        helper.terminate()
+        helper.join(20)
+        assert (helper.exitcode, stop.level) == (-signal.SIGTERM, 0)
+    finally:
+        helper.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -13,11 +13,16 @@ import sys
 import time
 from pathlib import Path
 
+from cluster_ddp.launch.start_torchrun import handle_ignored_signals
+from cluster_ddp.launch.torchrun import trains_a_task
+
 last = sys.argv.index("--redirects=3")
 given = dict(option.split("=", 1) for option in sys.argv[1 : last + 1])
 nodes, procs = int(given["--nnodes"]), int(given["--nproc-per-node"])
 assert nodes <= 2, "which of several nodes this is would be unknown"
 node = 0 if nodes == 1 or "is_host=1" in given["--rdzv-conf"] else 1
+if not trains_a_task(sys.argv):
+    handle_ignored_signals()
 command = [sys.executable, *sys.argv[last + 1 :]]
 logs = Path(given["--log-dir"])
 address, _, port = given["--rdzv-endpoint"].rpartition(":")
