@@ -106,7 +106,7 @@ def join(numbers: range, agents: int, port: int, key_file: Path, told: Queue[Any
     told.put((time.monotonic(), asked.requests, asked.written, time.process_time() - before, len(joined)))
     told.close()
     told.join_thread()
-    os._exit(0)  # without telling the others: none of them is to start a new round
+    os._exit(0)  # the others are not told: none of them is to start a new round
 
 
 def measure_agents(agents: int, folder: Path) -> None:

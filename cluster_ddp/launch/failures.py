@@ -120,7 +120,7 @@ class Failures:
         """Sort key that puts the cause first: a kill, then an exit without a message, then errors, the earliest first.
 
         A rank that is killed leaves no message, and torchrun may not have noticed yet, while its peers complain about
-        the lost connection. They do the same if a rank exits with a status and says nothing.
+        the lost connection. They do the same if a rank exits with a status and no message.
         """
         code, error = self._code(death), read_error(death.rank)
         if self._follows(death):
@@ -195,7 +195,7 @@ def _without_message(code: int | None, rank: Rank) -> tuple[str, Cause]:
         return f"ended with exit status {code}; {words}{full}", Cause.HOST if full else cause_of_message(said)
     name = signal.Signals(-code).name  # a library may say why before it aborts
     if code == -signal.SIGBUS:
-        name += ", perhaps because the memory disk (/dev/shm) or a disk is full"
+        name += ", perhaps because /dev/shm (shared memory) or a disk is full"
     return f"ended by {name}; {words}{if_disk_is_full()}", cause_of_signal(signal.Signals(-code).name, said)
 
 

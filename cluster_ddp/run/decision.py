@@ -130,7 +130,7 @@ def next_of_chain(history: History, own: str | None) -> str | None:
 
 
 def _preempted_at_start(history: History, number: int, idle: int) -> int:
-    """Count those of the last `idle` attempts that Slurm preempted before their first step, which says nothing of them.
+    """Count those of the last `idle` attempts that Slurm preempted before their first step: that is no fault of theirs.
 
     If no node has started, something else may be wrong, too.
     """

@@ -129,11 +129,11 @@ class History:
     def next_of_chain(self, own: str | None, job_ids: Sequence[str]) -> str | None:
         """Return the job that is queued behind a job for the same run; None if there is none.
 
-        One that was started too early, while an attempt was alive, has ended in vain.
+        One that was started too early, while an attempt was alive, ended without doing anything.
         """
-        in_vain = {event.get("slurm_job_id") for event in self.events if event["event"] == START_IN_VAIN}
+        started_early = {event.get("slurm_job_id") for event in self.events if event["event"] == START_IN_VAIN}
         behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
-        return next((job_id for job_id in behind if job_id not in in_vain), None)
+        return next((job_id for job_id in behind if job_id not in started_early), None)
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """Return the events of one attempt by time; only those with the given names, if any are given."""

@@ -81,7 +81,7 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
 def current_job(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
     """Return the running one of the run's own jobs (a chain has several), else the next to start, else the latest.
 
-    A job that a `stop` of its sweep took out of the queue says nothing: nobody has cancelled the run.
+    A job that a `stop` of its sweep took out of the queue does not count: nobody has cancelled the run.
     """
     noted = [job_id for job_id in known.slurm_job_ids if job_id in slurm_jobs and not known.is_of_original(job_id)]
     told = (slurm_jobs[job_id]._replace(job_id=job_id) for job_id in noted)

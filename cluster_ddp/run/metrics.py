@@ -47,7 +47,7 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
         data = read_tail(path, _TAIL_BYTES)
     except OSError:
         return LatestMetrics()
-    rows = [row for row in _telling(data, lineage) or parse_lines(data) if as_whole(row.get("step")) is not None]
+    rows = [row for row in _decisive(data, lineage) or parse_lines(data) if as_whole(row.get("step")) is not None]
     rows.sort(key=lambda row: (as_whole(row.get("attempt")) or 0, row["step"]))
     latest = LatestMetrics()
     for row in rows:
@@ -70,7 +70,7 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
     return latest
 
 
-def _telling(data: bytes, lineage: Lineage) -> list[Row]:
+def _decisive(data: bytes, lineage: Lineage) -> list[Row]:
     """Return the rows that decide what is latest, found from the end while parsing as few as possible.
 
     Empty if that is not certain. The last rows decide only if each row has a later (attempt, step) than the one before;

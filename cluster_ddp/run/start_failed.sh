@@ -74,7 +74,7 @@ has_others() {
     [[ $kind ]] && ((others >= SLURM_JOB_NUM_NODES))
 }
 
-# Whether Slurm took the nodes from a start, from the reason in its event: that says nothing about the job.
+# Whether Slurm took the nodes from a start, from the reason in its event: that is no fault of the job.
 is_taken() {
     [[ $1 =~ \(Slurm\ (preempted\ the\ job|has\ queued\ the\ job\ again)\) ]]
 }

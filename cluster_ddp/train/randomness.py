@@ -107,7 +107,7 @@ _NUMPY: Any = getattr(np.random.random_sample, "__self__", None)
 _seed_torch = _TORCH.manual_seed
 _restart_python = super(random.Random, _PYTHON).seed
 _restart_numpy = _NUMPY.seed
-_DRAWN = torch.empty((), dtype=torch.float64, device="cpu")  # making it anew takes longer than drawing
+_DRAWN = torch.empty((), dtype=torch.float64, device="cpu")  # making a new one takes longer than drawing
 
 HOST_GENERATORS = (
     HostGenerator(

@@ -54,7 +54,7 @@ class RepeatedSteps:
     number
         What the number of a step is, for messages.
     resumed
-        The step from which this attempt has resumed, on all ranks; None if it has begun anew.
+        The step from which this attempt has resumed, on all ranks; None if it has begun from the start.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class RepeatedSteps:
             found = _read(self._run.attempt(source).steps_file, self._circumstances)
             self._before = {key: number for key, number in found.items() if key[1] > step}
 
-    def begin_anew(self) -> None:
-        """Compare nothing: the next step was computed before an evaluation on which it depends."""
+    def compare_nothing(self) -> None:
+        """Drop the numbers of this resume: the next step was computed before an evaluation on which it depends."""
         self._before.clear()
 
     def save(self, step: int) -> None:

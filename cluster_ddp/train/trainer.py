@@ -350,7 +350,7 @@ class Trainer:
             before.put_back()
         else:
             if mark is not None and mark_of(self.state, before.frozen) != mark:
-                self.session.repeated.begin_anew()
+                self.session.repeated.compare_nothing()
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)

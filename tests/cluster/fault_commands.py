@@ -48,9 +48,9 @@ def resume_at_once(scene: Scene) -> None:
     resume = ("resume", str(scene.run.run), "--json")
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         done = list(pool.map(lambda _: scene.cluster.cli(*resume, check=False, timeout=200), range(_AT_ONCE)))
-    assert sorted(one.returncode for one in done) == [0, *[2] * (_AT_ONCE - 1)], done
-    assert all(scene.run.run.name in one.stderr for one in done if one.returncode), done
-    (answer,) = (json.loads(one.stdout.splitlines()[-1]) for one in done if one.returncode == 0)
+    assert sorted(resumed.returncode for resumed in done) == [0, *[2] * (_AT_ONCE - 1)], done
+    assert all(scene.run.run.name in resumed.stderr for resumed in done if resumed.returncode), done
+    (answer,) = (json.loads(resumed.stdout.splitlines()[-1]) for resumed in done if resumed.returncode == 0)
     scene.run.job = int(answer["slurm_job_id"])
 
 

@@ -295,7 +295,7 @@ ROWS: dict[str, Row] = {
         in_bad_node("umount", "PYTHON"),
         "Exited with exit code 2",
     ),
-    "memory disk (`/dev/shm`) full on a node": bad(
+    "`/dev/shm` (shared memory) full on a node": bad(
         full("/dev/shm"), in_bad_node("umount", "/dev/shm"), "make room there"
     ),
     "temporary folder full on a node": Row(

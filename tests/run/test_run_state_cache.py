@@ -58,8 +58,8 @@ def look(run: RunDirectory, jobs: dict[str, SlurmJob] | None = None) -> tuple[Ru
     """What a command tells of the only run there is, and whether it had to be read for that."""
     runs = EndedRuns(run.path.parent)
     known = [runs.know(run) for run in list_runs(run.path.parent)]
-    (status,) = [runs.describe(one, {} if jobs is None else jobs) for one in known]
-    runs.save([one.run for one in known])
+    (status,) = [runs.describe(entry, {} if jobs is None else jobs) for entry in known]
+    runs.save([entry.run for entry in known])
     return status, not isinstance(known[0], EndedRun)
 
 

@@ -79,8 +79,8 @@ def test_the_numbers_are_those_of_a_single_process(alone: Trained, by_torchrun: 
     trained, _ = by_torchrun
     assert trained.evaluation["val/accuracy"] == alone.evaluation["val/accuracy"]
     assert trained.evaluation["val/loss"] == pytest.approx(alone.evaluation["val/loss"], rel=1e-5)
-    for (_, one), (_, other) in zip(losses(alone.run), losses(trained.run), strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    for (_, alone_loss), (_, other) in zip(losses(alone.run), losses(trained.run), strict=True):
+        assert alone_loss == pytest.approx(other, rel=1e-5)
 
 
 def test_weights_of_two_ranks_serve_a_single_process(by_torchrun: tuple[Trained, Path], tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
         fetch(Ragged(), (0, [4, 5]))
 
 
-def test_a_full_memory_disk_is_not_blamed_on_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_shared_memory_is_not_blamed_on_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> Tensor:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 

@@ -257,6 +257,6 @@ def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], nam
     if name is None:
         assert messages == []
         return
-    assert all(one == other for one, other in pairwise(messages))
+    assert all(message == following for message, following in pairwise(messages))
     assert messages[0].startswith(f"the loop counts its batches in {name}, and uses that count")
     assert f"kept = run.keep({name.removeprefix('self.')}=0)" in messages[0]

@@ -205,7 +205,7 @@ def tables() -> str:
 
 
 def _table(first: str, second: str, rows: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"| {first} | {second} |\n|---|---|", *(f"| {one} | {other} |" for one, other in rows)]
+    return [f"| {first} | {second} |\n|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
 
 
 def _escaped(message: str) -> str:

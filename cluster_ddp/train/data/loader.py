@@ -229,7 +229,7 @@ def _in_words(exit_code: int) -> str:
         return f"exit status {exit_code}"
     name = _name(exit_code)
     known = {"SIGKILL": ", killed from outside, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
-             "because the memory disk (/dev/shm) is full"}  # fmt: skip
+             "because /dev/shm (shared memory) is full"}  # fmt: skip
     return f"ended by {name}{known.get(name, '')}"
 
 
@@ -270,7 +270,7 @@ def set_up_worker(worker: int) -> None:
 def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> None:
     """Send an error in place of a batch that could not be sent: Python's queue prints it, and the rank would wait.
 
-    Such as one that cannot be pickled, or for which the memory disk is full.
+    Such as one that cannot be pickled, or for which /dev/shm is full.
     """
     is_batch = type(batch) is tuple and len(batch) == 2 and type(batch[0]) is int
     if is_batch and (info := get_worker_info()) is not None:

@@ -168,7 +168,7 @@ class SeededReads:
         try:
             return self._collate(items)
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
-            if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full memory disk
+            if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full /dev/shm
                 raise
             raise DataError(
                 f"samples {_named(indices)} do not make a batch: {error}\n"

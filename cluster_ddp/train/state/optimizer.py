@@ -245,7 +245,7 @@ class OptimizerState:
     def _hidden(self) -> Attributes:
         """Attributes outside the groups, the hooks and the saved part of `state`, such as an inner optimizer."""
         optimizer, held = self.optimizer, {id(parameter) for _, parameter in self._parameters()}
-        # By name, because the task may let a parameter begin anew, with another dict.
+        # By name, because the task may let a parameter start over, with another dict.
         saved = {
             id(state): f"the state of {self._names.get(id(key), key)}"
             for key, state in optimizer.state.items()

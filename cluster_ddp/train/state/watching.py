@@ -24,7 +24,7 @@ from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
-from cluster_ddp.train.state.set_anew import is_length_of, is_within, set_anew
+from cluster_ddp.train.state.set_before_read import is_length_of, is_within, set_before_read
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
 from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.undoing import undone
@@ -102,7 +102,7 @@ class Watch:
         self._names_at_first: set[str] | None = None  # of all that it had then
         self._told: set[str] = set()  # what was found to be unsaved so far
         self._handles: list[RemovableHandle] = []
-        self._anew: set[str] = set()  # what each step sets before it reads it
+        self._set_before_read: set[str] = set()  # what each step sets before it reads it
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._cleared: set[str] = set()  # gradients that were zero before the next ones were added to them
         self._claims = Claims()
@@ -190,14 +190,14 @@ class Watch:
         found.update(now.holders[name] for name in now.doubled if name.startswith("task."))  # the one was loaded
         self._read = set()
         if len(looks) == 2:  # before the first step, and after it
-            self._anew = set_anew(changes[1], looks[0][0], looks[1][0], now)
-            changes = [[name for name in changed if not is_length_of(name, self._anew)] for changed in changes]
+            self._set_before_read = set_before_read(changes[1], looks[0][0], looks[1][0], now)
+            changes = [[name for name in changed if not is_length_of(name, self._set_before_read)] for changed in changes]
         defaults = {name for name in set().union(*changes) if _is_default(name, self._task, now)}
         changes = [
             [
                 name
                 for name in changed
-                if not is_within(name, self._anew) and (name in was.leaves or name not in defaults)
+                if not is_within(name, self._set_before_read) and (name in was.leaves or name not in defaults)
             ]
             for (was, _), changed in zip(looks, changes, strict=True)
         ]
@@ -271,12 +271,12 @@ class Watch:
                     place[_last(name)] = copy.copy(kept[name])
                     place[_last(name)].clear()
                 other.load_state_dict(state)
-                anew = (*self._anew_in(other), *lists)
+                not_shared = (*self._not_shared_with(other), *lists)
                 again = of_task(other)
                 of_model = [*places.items(), *lists.items()]
                 of_model = [(name, place[_last(name)]) for name, place in of_model if name.startswith("model.")]
                 again.add(Attributes(dict(of_model)))
-                found = {name for name in names if name in places or is_within(name, anew)}
+                found = {name for name in names if name in places or is_within(name, not_shared)}
                 made = {name for name in found if now.are_alike(name, again)}
             finally:
                 for name, place in places.items():
@@ -285,7 +285,7 @@ class Watch:
                     place[_last(name)] = kept[name]
         return made
 
-    def _anew_in(self, other: Task) -> set[str]:
+    def _not_shared_with(self, other: Task) -> set[str]:
         """The attributes that another task has, too, but does not share with this one."""
         mine, theirs = vars(self._task), vars(other)
         return {f"task.{key}" for key in mine.keys() & theirs.keys() if theirs[key] is not mine[key]}
@@ -337,10 +337,10 @@ class Watch:
         self._compare_values(other)
         if self._noted is not None:
             self._compare_inner_values(self._noted, again, is_another_model)
-            self._compare_attributes(self._noted, again, self._anew_in(other))
+            self._compare_attributes(self._noted, again, self._not_shared_with(other))
 
     def _compare_values(self, other: Task) -> None:
-        """Find out which numbers and strings the other task has, too, and which tensors, made anew."""
+        """Find out which numbers and strings the other task has, too, and which tensors it has made again."""
         mine, theirs = vars(self._task), vars(other)
         changed = set(self._changes[0]) if self._changes else set()
         for key, value in mine.items():
@@ -364,12 +364,12 @@ class Watch:
             if of_model or (mine is not None and theirs not in (None, mine)):
                 self._inner_comes_back[name] = is_same(again.leaves.get(name, _NOTHING), value)
 
-    def _compare_attributes(self, now: Attributes, again: Attributes, anew: set[str]) -> None:
+    def _compare_attributes(self, now: Attributes, again: Attributes, not_shared: set[str]) -> None:
         """Find out what else would come back otherwise.
 
         These are numbers and tensors, such as those of which the state has rounded copies, lists that would have
         another length, and names that would no longer refer to the same as another name. Data frames may come back from
-        another form, and lists of parts that loading makes anew from the same ones.
+        another form, and lists of parts that loading makes again from the same ones.
         """
         was = self._looks[0][0]
         changed = [name for name in self._changes[0] if name.startswith("task.")]
@@ -384,8 +384,8 @@ class Watch:
             self._made_again = {name for name in made if now.has_alike(name, again)}
             referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
             self._comes_back |= dict.fromkeys(referring, True)
-        self._comes_back |= dict.fromkeys(anew & now.lists_alike(again), True)
-        lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in anew}
+        self._comes_back |= dict.fromkeys(not_shared & now.lists_alike(again), True)
+        lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in not_shared}
         self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}
         loaded = {name for name in self._at_first.keys() & changed if name in again.leaves}
         made = {name for name in loaded if not is_same(self._at_first[name], again.leaves[name])}

@@ -1,4 +1,4 @@
-"""Detects what code before the batches of an epoch computes from the model, which a resume there computes anew."""
+"""Detects what code before the batches of an epoch computes from the model, which a resume there computes again."""
 
 from __future__ import annotations
 

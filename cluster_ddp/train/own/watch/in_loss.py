@@ -22,7 +22,6 @@ from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.syntax import (
     assigned,
-    begun_anew,
     below,
     changed_in_place_after_use,
     feeding_loss,
@@ -31,6 +30,7 @@ from cluster_ddp.train.own.watch.syntax import (
     is_own_class,
     is_read,
     is_saved,
+    reset_each_time,
     text_of,
     tree_of_object,
     value_of,
@@ -101,7 +101,7 @@ class InLoss:
         if not text.loops:
             return
         setting = (text.loops[0], *below(text.loops[0], text.parents))
-        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)} | begun_anew(text)
+        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)} | reset_each_time(text)
         feeding = feeding_loss(text)
         for name in feeding.names:
             parts = name.split(".")
@@ -171,7 +171,7 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _builds_on_itself(kind: type) -> Iterator[str]:
-    """The attributes that a class sets to something computed from them; others may be set anew before they are read."""
+    """The attributes that a class sets to something computed from them; others may be set again before they are read."""
     for node in ast.walk(tree_of_object(kind)):
         for name in assigned(node):
             reads = isinstance(node, ast.AugAssign) or any(is_read(part, name) for part in ast.walk(node))

@@ -93,8 +93,8 @@ class Remembered:
             self._warn(
                 f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss from it, "
                 "or end because of it, but no checkpoint contains it: a resume starts with what it is before the loop, "
-                f"and is not exact. Keep a number, text, list or tensor: kept = run.keep({first}=...), and read and "
-                f"set kept.{first} in the loop. Set anything else anew before each use: from the number of the epoch "
+                f"and is not exact. Keep a number, string, list or tensor: kept = run.keep({first}=...), and read and "
+                f"set kept.{first} in the loop. Set anything else again before each use: from the number of the epoch "
                 "(`if epoch >= 2:` rather than `==`), from run.step, or from what is kept"
             )
 

@@ -205,8 +205,8 @@ def added_to(node: ast.AST) -> set[str]:
     return {name for item in items if (name := name_of(item)) is not None}
 
 
-def begun_anew(text: Text) -> set[str]:
-    """The objects that the running loops begin anew each time, as by ``env.reset(seed=step)``."""
+def reset_each_time(text: Text) -> set[str]:
+    """The objects that the running loops reset each time, as by ``env.reset(seed=step)``."""
     loop = text.loops[-1]
     at_times = {node for node in below(loop, text.parents) if isinstance(node, ast.If)}
     calls = [node for node in below(loop, text.parents) if isinstance(node, ast.Call)]

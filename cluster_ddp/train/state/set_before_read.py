@@ -25,7 +25,7 @@ _FILLING = {"append", "clear", "__setitem__"}  # methods that read nothing
 _MISSING = re.compile(r"\b(Attribute|Key|Index|Lookup|Base)?(Error|Exception)\b|suppress")
 
 
-def set_anew(changed: Collection[str], before: Attributes, first: Attributes, second: Attributes) -> set[str]:
+def set_before_read(changed: Collection[str], before: Attributes, first: Attributes, second: Attributes) -> set[str]:
     """The places, of those that have changed, that each step fills before reading them.
 
     Parameters
