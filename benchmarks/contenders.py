@@ -229,7 +229,8 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
                 slots=world
             )  # the stop check then costs what it costs under the node program
             os.environ["CLUSTER_DDP_HEARTBEAT"] = str(heartbeat.path)
-            process = become_rank(find_world(), directory.attempt(0), job.requeue.signal)
+            process = become_rank(find_world(), directory.attempt(0))
+            process.stop.install(job.requeue.signal)
             try:
                 Trainer(job, Tiny(tick), directory, 0, process=process).run()
             finally:

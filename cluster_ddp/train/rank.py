@@ -74,20 +74,22 @@ class RankProcess:
     consensus_seconds: float = 1.0  # interval at which the ranks agree whether to stop
 
 
-def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
-    """Set this process up as a rank; with an attempt and a heartbeat, it writes its stacks when asked to."""
+def become_rank(world: World, attempt: AttemptDirectory | None) -> RankProcess:
+    """Set this process up as a rank; with an attempt and a heartbeat, it writes its stacks when asked to.
+
+    It does so before anything else can fail, so that the rank can report why by its heartbeat. Signals are handled once
+    the caller has called `RankProcess.stop.install`.
+    """
     die_with_parent(number=signal.SIGTERM)
     _fork_between_threads()
     heartbeat = _open_heartbeat()
-    stop = StopSignals(heartbeat)
-    stop.install(warning_signal)
     slot = None
     if heartbeat is not None and world.local_rank < len(heartbeat.slots):
         slot = heartbeat.slots[world.local_rank]
         if slot.pid not in (0, os.getpid(), os.getppid()) and is_alive(slot.pid):
             raise _second(slot)
         slot.claim(rank=world.rank)
-    return RankProcess(stop, Beat(slot), _register_stacks(world, heartbeat if attempt else None))
+    return RankProcess(StopSignals(heartbeat), Beat(slot), _register_stacks(world, heartbeat if attempt else None))
 
 
 def _second(slot: RankSlot) -> TrainError:

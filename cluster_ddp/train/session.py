@@ -97,8 +97,9 @@ def joined_rank(
     process: RankProcess | None = None
     is_joined = dist.is_initialized()  # by the program itself, which then also destroys it
     try:
+        process = become_rank(world, directory.attempt(attempt) if writer else None)
         job = read_job()
-        process = become_rank(world, directory.attempt(attempt) if writer else None, job.requeue.signal)
+        process.stop.install(job.requeue.signal)
         join_ranks(job)
         yield job, process
     except BaseException as error:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
 from cluster_ddp.job import CheckpointSpec, JobSpec
+from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
@@ -120,6 +121,27 @@ def test_failure_is_recorded_by_the_rank_that_failed_and_by_no_other(run: RunDir
     failed = [event for event in read_events(run) if event["event"] == "failed"]
     assert [(event["rank"], event["step"], event["phase"]) for event in failed] == [(1, 4, "training")]
     assert failed[0]["error"] == "ValueError: this script is wrong"
+
+
+def without_a_job(place: Path) -> Cause | None:
+    """What a rank says about why it failed, if it could not read the job although it had already met the others."""
+    heartbeat = HeartbeatFile.create(slots=4)
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0", CLUSTER_DDP_HEARTBEAT=str(heartbeat.path))
+    try:
+        with join_run():
+            pass
+    except SystemExit:
+        return heartbeat.slots[int(os.environ["LOCAL_RANK"])].cause
+    finally:
+        heartbeat.unlink()
+    return None
+
+
+def test_a_rank_that_fails_before_it_has_joined_says_whether_another_one_was_first(run: RunDirectory) -> None:
+    run.job_file.write_text("name: [")
+    assert sorted(run_ranks(without_a_job, 2, run.path)) == [Cause.FOLLOWS, Cause.PROGRAM]
+    (failed,) = read_events(run)
+    assert failed["cause"] == "program"
 
 
 def without_with(place: Path) -> str:
