@@ -21,7 +21,7 @@ from cluster_ddp.run.attempt_record import attempt_numbers
 from cluster_ddp.run.directory import RunDirectory, steps_in
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.runs import find_run_to_change, list_runs, no_runs_in, runs_dir_of
+from cluster_ddp.run.runs import find_run_to_change, list_runs, runs_dir_of
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, runs_in
 
@@ -54,7 +54,7 @@ def command(
         elif status.state is not RunState.COMPLETED and runs:
             remark([f"{_name(run)} is {status.state.value} and is left alone"])
     did = "removed" if yes else "would be removed; --yes removes them"
-    nothing = "nothing to remove" if found else f"nothing to remove: {no_runs_in(runs_dir)}"
+    nothing = "nothing to remove" if found else f"nothing to remove: there are no runs in {runs_dir}"
     inform(f"{words.size(total)} {did}" if total else nothing)
 
 

@@ -9,7 +9,7 @@ from cluster_ddp.cli.output import inform, show, show_json
 from cluster_ddp.cli.overview import Overview
 from cluster_ddp.cli.run_states import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.runs import no_runs_in, runs_dir_of
+from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunSummary
 from cluster_ddp.words import moment
 
@@ -24,7 +24,7 @@ def command(as_json: JsonList = False) -> None:
         rows = [{**_row(sweep.as_run()), "elements": sweep.to_json()} for sweep in sweeps]
         show_json([*map(_row, found), *rows])
     elif not found and not sweeps:
-        inform(f"{no_runs_in(runs_dir)} (set CLUSTER_DDP_RUNS to use another folder)")
+        inform(f"there are no runs in {runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
     else:
         _show_runs(found)
         show(*sweep_lines(sweeps))

@@ -13,7 +13,7 @@ from cluster_ddp.cli.output import inform, show
 from cluster_ddp.cli.selection import Selection
 from cluster_ddp.launch.logs import AttemptLogs
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.attempt_record import attempt_numbers, list_attempts
+from cluster_ddp.run.attempt_record import attempt_numbers, list_attempts, read_attempt
 from cluster_ddp.run.causes import describe_failure, failures_of, root_failure
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
@@ -68,6 +68,7 @@ def _attempt(run: RunDirectory, wanted: int | None) -> int | None:
 
 
 def _show_all(run: RunDirectory, number: int, node: int | None, rank: int | None) -> None:
+    _refuse_missing(run, number, rank)
     logs = AttemptLogs(run.attempt(number), node)
     nodes = logs.nodes()
     if node is not None and node not in nodes:
@@ -75,7 +76,18 @@ def _show_all(run: RunDirectory, number: int, node: int | None, rank: int | None
         raise RunError(f"attempt {number} of {run.id} has no log for node {node}; nodes with a log: {there}")
     if not _print(logs, rank, several=node is None and len(nodes) > 1, rest=True):
         who = f"rank {rank} printed nothing" if rank is not None else "nothing was printed"
-        inform(f"{who} in attempt {number} of {run.id}")
+        where = f" on node {node}" if node is not None else ""
+        inform(f"{who}{where} in attempt {number} of {run.id}")
+
+
+def _refuse_missing(run: RunDirectory, number: int, rank: int | None) -> None:
+    """Raise a `RunError` for a rank that the attempt does not have, if it is known how many it has."""
+    record = read_attempt(run.attempt(number))
+    if rank is not None and record.nodes is not None and record.procs is not None:
+        last = record.nodes * record.procs - 1
+        if rank > last:
+            there = f"ranks 0 to {last}" if last else "rank 0 only"
+            raise RunError(f"attempt {number} of {run.id} has no rank {rank}: it has {there}")
 
 
 def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
@@ -90,6 +102,7 @@ def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
             for number in _newer(run, current):
                 if logs is not None:
                     _print(logs, rank, several=node is None, rest=True)
+                _refuse_missing(run, number, rank)
                 inform(f"--- attempt {number} of {run.id}")
                 current, logs = number, AttemptLogs(run.attempt(number), node)
             if logs is not None:

@@ -20,7 +20,6 @@ from cluster_ddp.cli.selection import Selection, Snapshot
 from cluster_ddp.cli.table import table
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.goodput import Goodput
-from cluster_ddp.run.runs import no_runs_in
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.words import duration, moment
 
@@ -46,7 +45,7 @@ def command(
 
 def _print(snapshot: Snapshot, selection: Selection) -> None:
     if not snapshot.runs and not snapshot.sweeps:
-        inform(f"{no_runs_in(selection.runs_dir)} (set CLUSTER_DDP_RUNS to use another folder)")
+        inform(f"there are no runs in {selection.runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
     show(*_lines(snapshot, selection))
 
 

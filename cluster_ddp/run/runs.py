@@ -183,24 +183,24 @@ def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
 
 
 def list_runs(folder: Path) -> list[RunDirectory]:
-    """List the runs in a folder, the oldest first; empty if the folder does not exist."""
+    """List the runs in a folder, the oldest first; empty if the folder does not exist.
+
+    Raises
+    ------
+    RunError
+        The folder cannot be read.
+    """
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir()]
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise RunError(
+            f"{folder} cannot be read: {error.strerror}. If your runs are elsewhere, set CLUSTER_DDP_RUNS to their "
+            "folder"
+        ) from error
     runs = [RunDirectory(entry) for entry in entries if RunDirectory(entry).exists()]
     return sorted(runs, key=lambda run: (_created(run), run.id))
-
-
-def no_runs_in(folder: Path) -> str:
-    """Say that there are no runs in a folder, or why it cannot be read."""
-    try:
-        list(folder.iterdir())
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        return f"{folder} cannot be read: {error.strerror}"
-    return f"there are no runs in {folder}"
 
 
 def find_run(text: str, runs_dir: Path) -> RunDirectory:
@@ -210,6 +210,8 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
     ------
     RunNotFound
         No run, or more than one, matches; the message lists what is there.
+    RunError
+        The folder of runs cannot be read.
     """
     if not text.strip():
         raise RunNotFound("no run given: give a run directory, a run id or a unique prefix of one")
@@ -235,7 +237,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
             _refuse_sweep(runs_dir / name)
     if not runs:
         raise RunNotFound(
-            f"no run '{text}': {no_runs_in(runs_dir)}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
+            f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
             "the folder of your runs."
         )
     raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest runs there:{_names(runs[::-1])}")

@@ -228,7 +228,7 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
 
 
 def list_sweeps(folder: Path) -> list[SweepDirectory]:
-    """List the sweeps in a folder by name; empty if the folder does not exist."""
+    """List the sweeps in a folder by name; empty if the folder does not exist or cannot be read."""
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError:

@@ -235,6 +235,13 @@ def test_a_path_that_the_shells_encoding_lacks_is_no_bug(tmp_path: Path) -> None
     assert "\\xe4' cannot be expressed in this shell's encoding, ascii: export LC_ALL=C.UTF-8" in done.stderr
 
 
+def test_a_folder_of_runs_that_cannot_be_read_is_an_error(call: Call, here: Path, no_slurm: None) -> None:
+    (here / "runs").touch()
+    for command in ("list", "status", "clean"):
+        said = call(command)
+        assert said.status == 2 and f"{here}/runs cannot be read: Not a directory" in said.err, (command, said)
+
+
 def test_templates_are_listed_with_what_they_are_for(call: Call) -> None:
     said = call("templates")
     lines = said.out.splitlines()

@@ -44,14 +44,19 @@ def test_lines_of_all_ranks_or_of_one(call: Call, run: RunDirectory) -> None:
     assert call("logs", "digits", "--rank", "1").out == "step 1\ncareful\n"
     assert call("logs", "digits", "--node", "1").out.startswith("[rank 2] step 1\n[rank 3] ")
     assert call("logs", "digits", "--attempt", "0").out == "[rank 0] of the first attempt\n"
-    assert "rank 9 printed nothing in attempt 1" in call("logs", "digits", "--rank", "9").err
+    assert "rank 3 printed nothing in attempt 0" in call("logs", "digits", "--attempt", "0", "--rank", "3").err
 
 
 def test_what_is_not_there_is_said(call: Call, run: RunDirectory) -> None:
     assert "has not started an attempt" in call("logs", "digits").err
     begin(run).log_file(0).write_text(NODE_0)
-    for option, words in (("--attempt", "no attempt 7: there are 0 to 0"), ("--node", "no log for node 7")):
-        said = call("logs", "digits", option, "7")
+    for option, words in (
+        (("--attempt",), "no attempt 7: there are 0 to 0"),
+        (("--node",), "no log for node 7"),
+        (("--rank",), "has no rank 7: it has ranks 0 to 3"),
+        (("-f", "--rank"), "has no rank 7: it has ranks 0 to 3"),
+    ):
+        said = call("logs", "digits", *option, "7")
         assert said.status == 2 and words in said.err and "Traceback" not in said.err
     assert "no rank failed in any attempt" in call("logs", "digits", "--errors").err
 
@@ -107,7 +112,7 @@ def test_following_goes_over_a_requeue_to_the_end_of_the_run(call: Call, run: Ru
 
 
 def test_a_run_of_an_older_version_is_read_too(call: Call, run: RunDirectory) -> None:
-    attempt = begin(run)
+    attempt = begin_attempt(run, host="here", pid=0, nodes=2, procs=4)
     folder = attempt.old_logs(0)
     for local, text in ((0, "first\n"), (1, "second\n")):
         (folder / "x_1" / "attempt_0" / str(local)).mkdir(parents=True)
