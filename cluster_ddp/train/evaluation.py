@@ -63,7 +63,7 @@ class Evaluation:
             raise DataError("eval_data() is empty: give at least one sample, or return None for no evaluation")
         self.data, self._task = data, task
         self._fetcher = Fetcher(data, task.collate, Use.EVALUATION, train.seed)
-        self._seed = train.seed
+        self._seed, self._every = train.seed, train.evaluate_every
         self._batch_size, self._workers = plan.micro_batch, train.workers
         self._world, self._precision, self._device = world, precision, device
 
@@ -81,6 +81,17 @@ class Evaluation:
                 "eval_data() returned a set without a length; return a map-style set, or None for no evaluation"
             )
         return cls(task, data, train, plan, world, precision, device)
+
+    def is_due(self, step: int, *, total: int, per_epoch: int | None) -> bool:
+        """Whether ``train.evaluate_every`` asks for one after this many steps; there is one after the last in any case.
+
+        Parameters
+        ----------
+        per_epoch
+            Steps per epoch; None if there are no epochs.
+        """
+        every = (per_epoch or total) if self._every == "epoch" else self._every
+        return step >= total or (every != "end" and step % int(every) == 0)
 
     def run(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         """Evaluate the model.

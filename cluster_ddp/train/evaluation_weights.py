@@ -88,6 +88,13 @@ class EvaluationWeights:
         """The weights as of the last `refresh`, by their names in the model."""
         return self._named
 
+    def remark(self) -> str:
+        """What to tell the user about them."""
+        return (
+            f"{type(self._optimizer).__name__} evaluates with weights other than those that it trains (its eval()): "
+            "checkpoints contain both, and export --ema writes them"
+        )
+
     def restore(self, updates: int) -> None:
         """Do nothing: the next `refresh` does not depend on what was restored."""
 

@@ -302,10 +302,7 @@ class Trainer:
         self.log.say(setup, *describe_ranks(self.world))
         self.session.record_start(training=setup)
         if self.evaluation_weights is not None:
-            self.session.warn(
-                f"{type(self.optimizer).__name__} evaluates with weights other than those that it trains (its eval()): "
-                "checkpoints contain both, and export --ema writes them"
-            )
+            self.session.warn(self.evaluation_weights.remark())
 
     def _first_loss(self) -> Any:
         micro, batch = self.stream.first()
@@ -327,13 +324,10 @@ class Trainer:
             self._save(again=was_evaluated)
 
     def _evaluation_is_due(self) -> bool:
-        step = self.step
+        step, stream = self.step, self.stream
         if self.evaluation is None or step == 0 or self.state.counts.evaluated_step == step:
             return False
-        every = self.job.train.evaluate_every
-        if every == "epoch":
-            every = self.stream.steps_per_epoch or self.stream.total_steps
-        return step >= self.stream.total_steps or (every != "end" and step % int(every) == 0)
+        return self.evaluation.is_due(step, total=stream.total_steps, per_epoch=stream.steps_per_epoch)
 
     def _evaluate(self) -> None:
         """Evaluate; if a stop interrupts it, the evaluation is repeated after the resume."""

@@ -68,6 +68,14 @@ class Report:
                 logger.close(failed=failed)
 
 
+def open_report(
+    job: JobSpec, run: RunDirectory, attempt: int, step: int, *, display: Display | None = None, loggers: bool = True
+) -> Report:
+    """Open the report of a run, on rank 0, continuing from this step; `loggers`: with those that the job asks for."""
+    file = MetricsFile(run.metrics_file, attempt)
+    return Report(file, display, open_loggers(job, run, read_record(run).wandb_id, step) if loggers else ())
+
+
 class _Row(NamedTuple):
     """A logged step whose loss has not been summed over the ranks yet."""
 
@@ -119,11 +127,8 @@ class Log:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._id_file, self._ids = LineFile(path), []
         if self._world.is_main and self._run is not None:
-            self._report = Report(
-                MetricsFile(self._run.metrics_file, self._attempt),
-                open_display(self._job.name, self._stream.total_steps, step),
-                open_loggers(self._job, self._run, read_record(self._run).wandb_id, step),
-            )
+            display = open_display(self._job.name, self._stream.total_steps, step)
+            self._report = open_report(self._job, self._run, self._attempt, step, display=display)
         self._report.latest.update(latest)
         self._speed.start(step, self._stream.consumed(step), self._stream.waited)
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch.distributed as dist
+
 from cluster_ddp.printing import say
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import SecondLoopError, TrainError
@@ -91,3 +93,13 @@ class Block:
             say("cluster_ddp: stopped as requested: run the same program, or the cell, again to continue from here")
         if not self.may_run_again:
             _was_stopped[self._attempt] = stopped
+
+
+def expect_group(world_size: int) -> None:
+    """Raise a `TrainError` if the program has destroyed the group of its ranks inside the block."""
+    if world_size > 1 and not dist.is_initialized():
+        raise TrainError(
+            "the process group was destroyed inside the block of join_run(), by dist.destroy_process_group() or "
+            f"accelerator.end_training(): without it the {world_size} ranks cannot agree on the last save. Remove the "
+            "call, or move it after the block"
+        )

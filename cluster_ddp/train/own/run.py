@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,15 +15,12 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.run.record import read_record
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.metrics.file import MetricsFile
-from cluster_ddp.train.metrics.log import Report
-from cluster_ddp.train.metrics.loggers import open_loggers
+from cluster_ddp.train.metrics.log import Report, open_report
 from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
-from cluster_ddp.train.own.blocks import Block
+from cluster_ddp.train.own.blocks import Block, expect_group
 from cluster_ddp.train.own.data.batches import Batches, batches_of, same_on_all_ranks
 from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
@@ -260,7 +256,7 @@ class ScriptRun:
         """Save the last step durably and record how the run ended. Called by `join_run`."""
         self._block.is_open = False
         self._close_loop()
-        self._expect_group()
+        expect_group(self.world.world_size)
         if self._block.has_loop:  # a block that only evaluates is not reported: training may come in the next one
             self._end_loop()
         self._session.saving.warn_not_logged()
@@ -346,7 +342,9 @@ class ScriptRun:
         self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
         mode = TrainingMode(bare, self._session.warn)
         if self.world.is_main:
-            self._report = self._open_report()
+            self._report = open_report(
+                self.job, self.directory, self.attempt, self.step, loggers=self._block.is_run
+            )
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: mode.check())
         self._session.repeated.number = "the norm of the weights at"
@@ -375,21 +373,6 @@ class ScriptRun:
             self._others.close()
         if self._loader is not None:
             self._loader.close()
-
-    def _expect_group(self) -> None:
-        if self.world.world_size > 1 and not dist.is_initialized():
-            raise TrainError(
-                "the process group was destroyed inside the block of join_run(), by dist.destroy_process_group() or "
-                f"accelerator.end_training(): without it the {self.world.world_size} ranks cannot agree on the last "
-                "save. Remove the call, or move it after the block"
-            )
-
-    def _open_report(self) -> Report:
-        file = MetricsFile(self.directory.metrics_file, self.attempt)
-        if not self._block.is_run:
-            return Report(file)
-        wandb_id = read_record(self.directory).wandb_id
-        return Report(file, None, open_loggers(self.job, self.directory, wandb_id, self.step))
 
     def _save(self, *, again: bool = False) -> None:
         self._check_weights(self.step)

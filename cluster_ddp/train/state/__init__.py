@@ -2,10 +2,10 @@
 
 training, stateful, counts        all of it: model, optimizer, scaler, average, task, and how far training is
 optimizer, groups, plain          what optimizers hold, also outside their state
-modes, hidden_buffers             what else modules hold: modes, and buffers that state_dict() omits
+model, modes, hidden_buffers      what modules hold: tensors, modes, and buffers that state_dict() omits
 packing, stored                   values as JSON and named tensors, and what may be loaded
 selfcheck, undoing, comparing     whether it comes back, tried once without touching what trains
-watching, attributes, snapshot, contents, claims   what training changes and no checkpoint contains
+watching, left_gradients, attributes, snapshot, contents, claims   what training changes and no checkpoint contains
 held, surroundings, kinds, places   where that may be, and what single values there tell
 only_written, position_tables, set_before_read   what cannot matter to a resume, although it changes
 """

@@ -17,11 +17,8 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.data.made_from import Source, code_of_steps
-from cluster_ddp.train.ema import EXTRA_STATE
-from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.refusals import refuse_expanded
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.held import (
@@ -33,6 +30,7 @@ from cluster_ddp.train.state.held import (
     of_tensor,
 )
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
+from cluster_ddp.train.state.model import ModelState
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
@@ -81,10 +79,8 @@ class State:
         self._wrapped = None if wrapped is model else wrapped
         self._of_wrapped = {} if wrapped is None else dict(vars(wrapped))  # what DDP keeps there for itself
         self._communicating = communicating or Communicating()
-        self._by_name = {name: weight for name, weight, _ in self._parameters}
+        self._model_state = ModelState(model, optimizer.param_groups)
         self._modules = list(model.named_modules())
-        # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
-        self._first_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._besides = {
             f"{name}.{path}".rstrip("."): part
@@ -94,7 +90,6 @@ class State:
         }
         self.is_of_task = isinstance(also, Task)
         self._watch = Watch(also, model, self._attributes, self._other_states)
-        self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = HiddenBuffers(model)
         of_model = {id(module) for _, module in self._modules}
@@ -104,7 +99,7 @@ class State:
 
     def collect(self) -> Collected:
         """Return all tensors by name, sharing memory with the live ones, and the rest as JSON; raises `TaskError`."""
-        tensors, extra_state = self._model_state()
+        tensors, extra_state = self._model_and_average()
         scalars = self._optimizer.collect(tensors)
         tensors |= {_BUFFER + name: tensor for name, tensor in self._hidden.changed().items()}
         packer = Packer(tensors)
@@ -141,9 +136,7 @@ class State:
         hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
         self._hidden.load(hidden, self._device)
         of_modules = _with_prefix(EXTRA, extra)
-        for name, packed in scalars.get("extra_state", {}).items():
-            module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
-            module.set_extra_state(unpacker.unpack(packed, of_modules.pop))
+        self._model_state.load_extra_state(scalars.get("extra_state", {}), unpacker, of_modules.pop)
         if self._scaler is not None and scalars["scaler"]:
             # The current scale is state; how it changes is set by the job file.
             kept = {key: scalars["scaler"][key] for key in ("scale", "_growth_tracker")}
@@ -198,18 +191,11 @@ class State:
 
     def live(self) -> dict[str, Tensor]:
         """The tensors that a restore fills in place: those of the model and of the average."""
-        return self._model_state()[0]
+        return self._model_and_average()[0]
 
     def from_rank_0(self) -> list[str]:
-        """Names of tensors of the model that each rank may have changed for itself, and that rank 0 saves.
-
-        These are buffers that were created later, which are not broadcast from rank 0, and parameters that the
-        optimizer does not hold, such as the codebook of a VQ-VAE: only the task changes them.
-        """
-        held = {id(weight) for group in self._groups for weight in group["params"]}
-        own = [name for name, _ in self._model.named_buffers() if name not in self._first_buffers]
-        own += [name for name, weight in self._by_name.items() if id(weight) not in held]
-        return [prefix + name for name in own for prefix in ("model.", _BUFFER)]
+        """Names of tensors of the model that each rank may have changed for itself, and that rank 0 saves."""
+        return [prefix + name for name in self._model_state.from_rank_0() for prefix in ("model.", _BUFFER)]
 
     def inner_optimizer(self) -> str | None:
         """The attribute in which the optimizer holds another one, as Lookahead does."""
@@ -282,7 +268,7 @@ class State:
         return {name, key} if "." not in place else {name}
 
     def _other_states(self) -> dict[str, Any]:
-        return {"task": self._task_state(), "model": self._model_state()[1]}
+        return {"task": self._task_state(), "model": self._model_and_average()[1]}
 
     def _optimizers(self) -> dict[str, OptimizerState]:
         return {"optimizer": self._optimizer, **self._others}
@@ -294,12 +280,12 @@ class State:
         }
         # A replaced module has a different id; self._modules keeps the originals alive.
         holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
-        for name, weight in self._by_name.items():
+        for name, weight in self._model_state.parameters.items():
             if hooks := hooks_of_tensor(weight):
                 holders[f"model.{name}, its hooks"] = hooks
         for name, optimizer in self._optimizers().items():
             holders |= {f"{name}.{key}": hooks for key, hooks in optimizer.hooks().items()}
-        for name, tensor in (*self._by_name.items(), *self._model.named_buffers()):
+        for name, tensor in (*self._model_state.parameters.items(), *self._model.named_buffers()):
             holders |= {f"model.{name}.{key}": value for key, value in of_tensor(tensor).items()}
         if isinstance(self._also, Task):
             own = dict(inner_parts(self._also))  # also in slots
@@ -364,29 +350,9 @@ class State:
             self._watch.note_first(also)
         refuse_not_put_back(also, self._first_of_task)
 
-    def _model_state(self) -> tuple[Tensors, dict[str, Any]]:
+    def _model_and_average(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors of the model and the average, and the modules' extra state."""
-        extra_state: dict[str, Any] = {}
-        held = {id(weight) for group in self._groups for weight in group["params"]}
-        named = Tensors()
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            first = self._by_name.get(name, value)
-            if first is not value and self._model.get_parameter(name) is not first:
-                raise TaskError(
-                    f"{name} of the model is not the same parameter as when training began, and a resume would use the "
-                    "original one: change the values of the original in place (nn.init, parameter.data.copy_)"
-                )
-            if name.rpartition(".")[2] == EXTRA_STATE:
-                extra_state[name] = value
-                continue
-            if not isinstance(value, Tensor):
-                raise TaskError(
-                    f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
-                    "buffer, or in state_dict() of the task"
-                )
-            # The task may change other parameters at any time, such as a frozen teacher's in loss().
-            named[f"model.{name}"] = value if id(value) in held else value.detach()
-        refuse_expanded(named)
+        named, extra_state = self._model_state.collect()
         if self._ema is not None:
             named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
         return named, extra_state

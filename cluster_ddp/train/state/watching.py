@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.randomness import keep_generators
-from cluster_ddp.train.state.attributes import Attributes, is_nonzero
+from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.claims import Claims
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.left_gradients import LeftGradients, gradients_in
 from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
@@ -53,10 +51,6 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _gradients_in(holder: str) -> str:
-    return f"the gradients in {holder}"
 
 
 def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
@@ -101,10 +95,8 @@ class Watch:
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
         self._names_at_first: set[str] | None = None  # of all that it had then
         self._told: set[str] = set()  # what was found to be unsaved so far
-        self._handles: list[RemovableHandle] = []
         self._set_before_read: set[str] = set()  # what each step sets before it reads it
-        self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
-        self._cleared: set[str] = set()  # gradients that were zero before the next ones were added to them
+        self._gradients = LeftGradients()
         self._claims = Claims()
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
         self._inner_comes_back: dict[str, bool] = {}  # of numbers in the model, or in what the task makes in model()
@@ -124,46 +116,17 @@ class Watch:
     def look(self) -> None:
         """Remember what there is now, to be compared with in the next `unsaved`."""
         self.note_before_loading()
-        self._stop_watching()
+        self._gradients.stop()
         self._looks.append((self._attributes(), Attributes(self._states())))
 
     def watch_gradients(self) -> None:
         """Note, until the next look, which optimizers use gradients that were there at the latest one."""
-        left = self.latest.gradients() if self.latest is not None else {}
-        # With the gradients, so that no other is at the address of one of them.
-        by_id = {id(weight.grad): (weight.grad, name, holder) for name, (weight, holder) in left.items()}
-
-        def note(optimizer: Optimizer, *_: Any) -> None:
-            held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-            found = [by_id[id(gradient)] for gradient in held if id(gradient) in by_id]
-            self._read |= {_gradients_in(holder) for _, name, holder in found if name not in self._cleared}
-
-        if left:
-            self._watch_clearing(left)
-            self._handles.append(register_optimizer_step_pre_hook(note))
-
-    def _watch_clearing(self, left: dict[str, tuple[Tensor, str]]) -> None:
-        """Note, until the next look, which of these gradients are zero when the next ones are added to them."""
-        for name, (weight, _) in left.items():
-            if weight.requires_grad:
-                handles: list[RemovableHandle] = []
-
-                def note(_: Tensor, name: str = name, weight: Tensor = weight, handles: Any = handles) -> None:
-                    handles.pop().remove()
-                    if weight.grad is not None and not is_nonzero(weight.grad):
-                        self._cleared.add(name)
-
-                handles.append(weight.register_hook(note))  # type: ignore[no-untyped-call]
-                self._handles += handles
-
-    def _stop_watching(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self.latest is not None:
+            self._gradients.watch(self.latest.gradients())
 
     def note(self) -> None:
         """Take what there is now for what the next `unsaved` compares, whatever changes before it is called."""
-        self._stop_watching()
+        self._gradients.stop()
         if self._looks:
             self._noted = self._attributes()
             self._changes = [was.changed(self._noted) for was, _ in self._looks]
@@ -176,7 +139,7 @@ class Watch:
         may_load
             Whether load_state_dict() of the task may be called to find out what it makes.
         """
-        self._stop_watching()
+        self._gradients.stop()
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
@@ -185,13 +148,14 @@ class Watch:
         sizes = (leaf.nbytes for leaf in saved.leaves.values() if isinstance(leaf, Tensor) and not leaf.is_nested)
         may_load = may_load and not is_first and sum(sizes) <= _COPIED
         parts = self._names_of_parts(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
-        found = {name for name, does in self._comes_back.items() if not does and name not in parts} | self._read
+        found = {name for name, does in self._comes_back.items() if not does and name not in parts}
+        found |= self._gradients.take_used()
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         found.update(now.holders[name] for name in now.doubled if name.startswith("task."))  # the one was loaded
-        self._read = set()
         if len(looks) == 2:  # before the first step, and after it
             self._set_before_read = set_before_read(changes[1], looks[0][0], looks[1][0], now)
-            changes = [[name for name in changed if not is_length_of(name, self._set_before_read)] for changed in changes]
+            places = self._set_before_read
+            changes = [[name for name in changed if not is_length_of(name, places)] for changed in changes]
         defaults = {name for name in set().union(*changes) if _is_default(name, self._task, now)}
         changes = [
             [
@@ -211,7 +175,7 @@ class Watch:
             lost = {name for name in changed if self._inner_comes_back.get(name) is False}
             found.update(holders[name] for name in lost)
             skipped = {name for name in changed if holders[name] in self._comes_back} - comes_back
-            skipped |= lost | self._made_again | self._cleared
+            skipped |= lost | self._made_again | self._gradients.cleared
             changed = [name for name in changed if name not in skipped and holders[name] not in parts]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             tested, changed = changed, now.unsaved(changed, saved, fresh, (was, saved_then), is_taken)
@@ -225,7 +189,7 @@ class Watch:
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then), is_taken)
-            told = {name: _gradients_in(at) if name.endswith(GRADIENT) else at for name, at in holders.items()}
+            told = {name: gradients_in(at) if name.endswith(GRADIENT) else at for name, at in holders.items()}
             if may_load and (new := [name for name in changed if told[name] not in self._told]):
                 made = self._made_by_loading(new, was, now)
                 changed = [name for name in changed if name not in made]
@@ -238,10 +202,10 @@ class Watch:
         direct = {name for name in kept & comes_back if now.has_a_place_in(saved, name, looks[0][1])}
         self._comes_back = {name: True for name, does in self._comes_back.items() if does and name not in direct}
         self._inner_comes_back = {name: does for name, does in self._inner_comes_back.items() if name not in direct}
-        self._made_again, self._cleared = set(), set()
+        self._made_again, self._gradients.cleared = set(), set()
         self._told |= found
         if isinstance(self._task, Task):
-            self._watch_clearing(self._looks[-1][0].gradients())
+            self._gradients.watch_clearing(self._looks[-1][0].gradients())
         return found
 
     def _made_by_loading(self, names: list[str], was: Attributes, now: Attributes) -> set[str]:
