@@ -9,6 +9,7 @@ import torch
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.saved import Saved
 
 
 class Kept(kept.Kept):
@@ -28,7 +29,7 @@ def show(net: torch.nn.Module) -> torch.Tensor:
 
 def batches(messages: list[str], *handed: Any) -> Any:
     """Two epochs of three batches, which look at the loop after the second step of each."""
-    counts = Counts(messages.append, handed)
+    counts = Counts(Saved(handed), messages.append)
 
     def once() -> Any:
         for number in range(3):

@@ -11,6 +11,7 @@ from counted_epochs import Kept, Trainer, batches
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.saved import Saved
 
 
 def keeps_the_best_at_the_top(once: Any) -> None:
@@ -119,7 +120,7 @@ def test_a_rate_that_comes_from_the_optimizer_is_not_told() -> None:
 def test_a_dict_that_the_loop_keeps_is_not_told() -> None:
     best, messages, values = {"accuracy": 0.0, "epoch": 0}, list[str](), kept.KeptValues()
     values.add({"best": best})
-    counts = Counts(messages.append, kept=values)
+    counts = Counts(Saved(kept=values), messages.append)
     keeps_the_best_in_a_dict(lambda: (counts.second() or 1 for _ in range(3)), best)
     assert messages == []
 

@@ -13,6 +13,7 @@ import pytest
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.elsewhere import Elsewhere
+from cluster_ddp.train.own.watch.saved import Saved
 
 
 class Trainer:
@@ -186,7 +187,7 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
     values = kept.KeptValues()
     if "kept" in held:
         values.add({"kept": held["kept"]})
-    loop(lambda _: step(*held.values()), Elsewhere(messages.append, passed_in, values), **held)
+    loop(lambda _: step(*held.values()), Elsewhere(Saved(passed_in, values), messages.append), **held)
     return "".join(messages)
 
 
@@ -238,7 +239,7 @@ def test_a_rate_that_a_function_gives_by_a_count_at_the_top_is_told() -> None:
 
 def test_a_decorated_function_that_runs_is_left_to_the_watch_on_running_functions() -> None:
     messages: list[str] = []
-    decorated(Elsewhere(messages.append, (), kept.KeptValues()), 1.0, {"of decorated": 0.0})
+    decorated(Elsewhere(Saved(), messages.append), 1.0, {"of decorated": 0.0})
     assert "best_at_the_top" in messages[0] and "of decorated" not in messages[0]
 
 

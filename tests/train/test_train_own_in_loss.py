@@ -14,6 +14,7 @@ from torch import nn
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.watch.counts import Counts
 from cluster_ddp.train.own.watch.in_loss import InLoss
+from cluster_ddp.train.own.watch.saved import Saved
 
 
 class Scaled:
@@ -55,7 +56,8 @@ class State(Scaled):
 
 def batches(messages: list[str], passed_in: Any, kept: KeptValues) -> Any:
     """Two batches, and what looks at the loop after each."""
-    watches = [InLoss([passed_in], kept, lambda: "", messages.append), Counts(messages.append, [passed_in], kept)]
+    saved = Saved([passed_in], kept)
+    watches = [InLoss(saved, lambda: "", messages.append), Counts(saved, messages.append)]
     for look in ("first", "second"):
         yield torch.rand(3, 4)
         for watch in watches:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.train.own import kept as own_kept
-from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.watch.counts import Counts
 from cluster_ddp.train.own.watch.in_loss import InLoss
 from cluster_ddp.train.own.watch.remembered import Remembered
+from cluster_ddp.train.own.watch.saved import Saved
 
 MODEL = nn.Linear(4, 4)
 
@@ -28,11 +27,11 @@ class Kept(own_kept.Kept):
 
 def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
     """Epochs of two batches; the first looks at the loop around it after each."""
-    passed_in: Any = SimpleNamespace(model=MODEL, optimizers=[], others={})
+    saved = Saved([MODEL])
     watches = [
-        Counts(messages.append),
-        InLoss([MODEL], KeptValues(), lambda: " ".join(messages), messages.append),
-        Remembered(passed_in, KeptValues(), lambda: " ".join(messages), messages.append),
+        Counts(Saved(), messages.append),
+        InLoss(saved, lambda: " ".join(messages), messages.append),
+        Remembered(saved, lambda: " ".join(messages), messages.append),
     ]
     looks = iter(("first", "second"))
 

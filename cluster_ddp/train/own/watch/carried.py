@@ -11,6 +11,7 @@ from types import CodeType
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_frames, running_variables, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
+from cluster_ddp.train.own.watch.saved import how_to_keep
 
 _ACCESS = re.compile("LOAD|STORE|DELETE")
 _ENVIRONMENTS = {"Env", "VectorEnv"}
@@ -54,7 +55,7 @@ class Carried:
             self._warn(
                 f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
                 "checkpoint contains: a resume is exact only if no step depends on them. Keep them: "
-                f"kept = run.keep({names[0]}=None), and read and set kept.{names[0]} in the loop{_of_environments()}"
+                f"{how_to_keep(names[0], initial='None')}{_of_environments()}"
             )
 
     def _now(self) -> dict[str, int]:

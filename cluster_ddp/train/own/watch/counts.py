@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
@@ -26,6 +25,7 @@ from cluster_ddp.train.own.program import (
 )
 from cluster_ddp.train.own.watch.decisive import is_decay, is_decisive, is_rate
 from cluster_ddp.train.own.watch.paths import is_read_first, names_read
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.own.watch.syntax import (
     Text,
     added_to,
@@ -69,18 +69,14 @@ class Counts:
 
     Parameters
     ----------
+    saved
+        What need not be checked.
     warn
         Called with the message.
-    passed_in
-        The objects passed in; their attributes are not checked.
-    kept
-        What the loop keeps with `ScriptRun.keep`.
     """
 
-    def __init__(
-        self, warn: Callable[[str], None], passed_in: Iterable[Any] = (), kept: KeptValues | None = None
-    ) -> None:
-        self._warn, self._passed_in, self._kept = warn, list(passed_in), KeptValues() if kept is None else kept
+    def __init__(self, saved: Saved, warn: Callable[[str], None]) -> None:
+        self._saved, self._warn = saved, warn
 
     def first(self) -> None:
         """Does nothing: the source is checked after the second step."""
@@ -107,12 +103,11 @@ class Counts:
                 "begin at run.step, the number of finished steps"
             )
         if carried := carried - counts:
-            first = min(map(last_part, carried))
-            begun = ", ".join(f"{name}=..." for name in sorted(set(map(last_part, carried))))
+            names = sorted(set(map(last_part, carried)))
             self._warn(
                 f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
                 "from the initial value, and stops, sets the rate, computes a loss or saves a best model differently. "
-                f"Keep it: kept = run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
+                f"Keep it: {how_to_keep(*names)}"
             )
         for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
             self._warn(
@@ -132,16 +127,16 @@ class Counts:
             return False
         found = value_of(holder, frame)
         if key:
-            if any(found is value for value in self._kept.values.values()):
+            if self._saved.keeps(found):
                 return False
             found = found[ast.literal_eval(key.removesuffix("]"))]
         is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
-        return is_number and not is_saved(holder, frame, self._passed_in)
+        return is_number and not is_saved(holder, frame, self._saved.things)
 
     def _is_saved(self, name: str, frame: FrameType) -> bool:
         found = variables_of(frame).get(name)
-        is_kept = found is not None and any(found is value for value in self._kept.values.values())
-        return is_kept or is_saved(name, frame, self._passed_in)
+        is_kept = found is not None and self._saved.keeps(found)
+        return is_kept or is_saved(name, frame, self._saved.things)
 
 
 def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from cluster_ddp.train.own.kept import Kept, KeptValues
+from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.own.watch.syntax import (
     FUNCTIONS,
     assigned,
@@ -50,16 +51,14 @@ class Elsewhere:
 
     Parameters
     ----------
+    saved
+        What need not be checked.
     warn
         Called with the message.
-    passed_in
-        The objects passed in; their attributes are not checked.
-    kept
-        What the loop keeps with `ScriptRun.keep`.
     """
 
-    def __init__(self, warn: Callable[[str], None], passed_in: Iterable[Any], kept: KeptValues) -> None:
-        self._warn, self._passed_in, self._kept = warn, list(passed_in), kept
+    def __init__(self, saved: Saved, warn: Callable[[str], None]) -> None:
+        self._saved, self._warn = saved, warn
         self._before: dict[str, Any] = {}
 
     def first(self) -> None:
@@ -78,17 +77,16 @@ class Elsewhere:
             last = sorted({name.rpartition(".")[2].partition("[")[0] for name in names})
             self._warn(
                 f"the program depends on {', '.join(sorted(names))}, which no checkpoint contains: after a resume "
-                "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: kept = "
-                f"run.keep({last[0]}=...) with the initial value, and read and set kept.{last[0]}; or give its object "
-                "state_dict() and load_state_dict(), and pass it in"
+                "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: "
+                f"{how_to_keep(last[0])}; or give its object state_dict() and load_state_dict(), and pass it in"
             )
 
     def _found(self) -> list[_Found]:
         return found_or_nothing(self._numbers())
 
     def _numbers(self) -> Iterator[_Found]:
-        held = {id(part) for _, part in reachable((("", thing) for thing in self._passed_in), _DEPTH)}
-        held |= {id(value) for value in self._kept.values.values()}
+        held = {id(part) for _, part in reachable((("", thing) for thing in self._saved.things), _DEPTH)}
+        held |= {id(value) for value in self._saved.kept.values.values()}
         holders = [(name, value) for name, value in reachable(_variables(), _DEPTH) if id(value) not in held]
         objects = [(name, value) for name, value in holders if _is_of_program(value)]
         running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}

@@ -26,6 +26,7 @@ from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
 from cluster_ddp.train.own.watch.remembered import Remembered
 from cluster_ddp.train.own.watch.rounds import Rounds
+from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
@@ -92,6 +93,8 @@ def first_steps_of(
 
     gradients = CarriedGradients(passed_in.stepping, warn)
     draws_itself = loader is None
+    others = list(passed_in.others.values())
+    saved = Saved([*passed_in.optimizers, *others], loop.kept)
     first_batches = FirstSteps([loop.kept])
     first_updates = FirstSteps(
         [
@@ -101,16 +104,16 @@ def first_steps_of(
             Copies(passed_in, loop.kept, tell),
             OuterOptimizers(passed_in, tell),
             Queues(passed_in, loop.kept, tell),
-            OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), tell),
+            OtherSchedulers(passed_in.optimizers, others, tell),
             BeforeBatches(passed_in, loop.kept, tell),
             Carried(loop.kept, tell),
-            Counts(tell, passed_in.others.values(), loop.kept),
-            Rounds(lambda: loop.step, tell, passed_in.others.values()),
-            Elsewhere(tell, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
+            Counts(Saved(others, loop.kept), tell),
+            Rounds(lambda: loop.step, tell, others),
+            Elsewhere(saved, tell),
             OtherHandlers(lambda: loop.unheard, tell),
             CommHooks(passed_in.wrapped, tell),
-            InLoss([*passed_in.optimizers, *passed_in.others.values()], loop.kept, lambda: " ".join(said), tell),
-            Remembered(passed_in, loop.kept, lambda: " ".join(said), tell),
+            InLoss(saved, lambda: " ".join(said), tell),
+            Remembered(Saved([passed_in.model, *saved.things], loop.kept), lambda: " ".join(said), tell),
         ]
     )
 

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
+from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.own.watch.syntax import (
     assigned,
     below,
@@ -55,20 +55,16 @@ class InLoss:
 
     Parameters
     ----------
-    passed_in
-        The objects passed in.
-    kept
-        What the loop keeps with `ScriptRun.keep`.
+    saved
+        What need not be checked.
     said
         The warnings so far; what one of them names is not reported again.
     warn
         Called with the message.
     """
 
-    def __init__(
-        self, passed_in: Iterable[Any], kept: KeptValues, said: Callable[[], str], warn: Callable[[str], None]
-    ) -> None:
-        self._passed_in, self._kept, self._said, self._warn = list(passed_in), kept, said, warn
+    def __init__(self, saved: Saved, said: Callable[[], str], warn: Callable[[str], None]) -> None:
+        self._saved, self._said, self._warn = saved, said, warn
         self._before: dict[str, _Parts] = {}
 
     def first(self) -> None:
@@ -110,32 +106,32 @@ class InLoss:
             with contextlib.suppress(Exception):  # not a variable or an attribute
                 found = value_of(name, frame)
                 if isinstance(found, _ARRAYS):
-                    is_saved_here = is_saved(name, frame, self._passed_in) or self._holds(found)
+                    is_saved_here = is_saved(name, frame, self._saved.things) or self._holds(found)
                     if not is_saved_here and changed_in_place_after_use(name, text, feeding.statements):
                         yield name, {None: _whole(found)}
                     continue
                 if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
                     name = name.rpartition(".")[0]
                     found = value_of(name, frame)
-                if not is_saved(name, frame, self._passed_in) and self._may_be_unsaved(name, found):
+                if not is_saved(name, frame, self._saved.things) and self._may_be_unsaved(name, found):
                     yield name, _contents(found)
 
     def _may_be_unsaved(self, name: str, found: Any) -> bool:
-        if any(found is thing for thing in (*self._passed_in, *self._kept.values.values())):
+        if self._saved.keeps(found) or any(found is thing for thing in self._saved.things):
             return False
         is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
         return is_own or isinstance(found, _LISTS)
 
     def _holds(self, found: Tensor | np.ndarray[Any, Any]) -> bool:
         """Whether this tensor or array is kept, or a tensor of what was passed in."""
-        modules = (thing for thing in self._passed_in if isinstance(thing, nn.Module))
+        modules = (thing for thing in self._saved.things if isinstance(thing, nn.Module))
         tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
         is_of_module = isinstance(found, Tensor) and found.data_ptr() in {tensor.data_ptr() for tensor in tensors}
-        return is_of_module or any(found is value for value in self._kept.values.values())
+        return is_of_module or self._saved.keeps(found)
 
     def _has_changed(self, was: _Parts, now: _Parts) -> bool:
         """Whether it has, in more than numbers that the loop keeps."""
-        kept = [value for value in self._kept.values.values() if type(value) in (int, float)]
+        kept = [value for value in self._saved.kept.values.values() if type(value) in (int, float)]
         return len(was) != len(now) or any(was.get(key) != part and part not in kept for key, part in now.items())
 
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.own.kept import Kept, KeptValues
-from cluster_ddp.train.own.passed_in import PassedIn
+from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import running_frames
 from cluster_ddp.train.own.watch.paths import is_read_first, names_read
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.own.watch.syntax import (
     Text,
     added_to,
@@ -60,20 +60,16 @@ class Remembered:
 
     Parameters
     ----------
-    passed_in
-        What was passed in.
-    kept
-        What the loop keeps with `ScriptRun.keep`.
+    saved
+        What need not be checked.
     said
         The warnings so far; what one of them names is not reported again.
     warn
         Called with the message.
     """
 
-    def __init__(
-        self, passed_in: PassedIn, kept: KeptValues, said: Callable[[], str], warn: Callable[[str], None]
-    ) -> None:
-        self._passed_in, self._kept, self._said, self._warn = passed_in, kept, said, warn
+    def __init__(self, saved: Saved, said: Callable[[], str], warn: Callable[[str], None]) -> None:
+        self._saved, self._said, self._warn = saved, said, warn
 
     def first(self) -> None:
         """Does nothing: the source is checked after the second step."""
@@ -93,9 +89,9 @@ class Remembered:
             self._warn(
                 f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss from it, "
                 "or end because of it, but no checkpoint contains it: a resume starts with what it is before the loop, "
-                f"and is not exact. Keep a number, string, list or tensor: kept = run.keep({first}=...), and read and "
-                f"set kept.{first} in the loop. Set anything else again before each use: from the number of the epoch "
-                "(`if epoch >= 2:` rather than `==`), from run.step, or from what is kept"
+                f"and is not exact. Keep a number, string, list or tensor: {how_to_keep(first)}. Set anything else "
+                "again before each use: from the number of the epoch (`if epoch >= 2:` rather than `==`), from "
+                "run.step, or from what is kept"
             )
 
     def _found(self) -> Iterator[tuple[str, Any]]:
@@ -113,8 +109,8 @@ class Remembered:
     def _is_unsaved(self, name: str, frame: FrameType) -> bool:
         found, owner = _now(name, frame), name.rpartition(".")[0]
         holders = [found, value_of(owner, frame)] if owner else [found]
-        modules = [thing for thing in (self._passed_in.model, *self._things()) if isinstance(thing, nn.Module)]
-        saved = {id(thing) for thing in (*self._things(), *self._kept.values.values())}
+        modules = [thing for thing in self._saved.things if isinstance(thing, nn.Module)]
+        saved = {id(thing) for thing in (*self._saved.things, *self._saved.kept.values.values())}
         saved |= {id(part) for module in modules for part in module.modules()}
         if any(isinstance(holder, Kept) or id(holder) in saved for holder in holders):
             return False
@@ -126,9 +122,6 @@ class Remembered:
             return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
         is_ours = type(found).__module__.partition(".")[0] == _OURS
         return not (is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
-
-    def _things(self) -> list[Any]:
-        return [*self._passed_in.optimizers, *self._passed_in.others.values()]
 
 
 def _uses_in(text: Text) -> _Uses:
