@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from cluster_ddp.checkpoint.folders import this_process
 
 # Seconds between two requests to the store; longer with many ranks, because all of them poll the same server.
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.001, 0.05, 0.0005
+_MIN_PAUSE, _MAX_PAUSE, _PAUSE_PER_RANK = 0.001, 0.05, 0.0005
 _EXCHANGES_KEPT = 16  # ranks do these in lockstep, so none is ever this far behind
 _instances = itertools.count()  # all ranks create their checkpointers in the same order
 
@@ -162,11 +162,11 @@ class SaveCoordinator:
     def _wait(self, client: Store, keys: list[str]) -> None:
         """Wait until all keys exist, by polling: the store's own wait logs a warning at each timeout."""
         paths = [f"{self._prefix}/{key}" for key in keys]
-        pause = _SHORTEST_PAUSE
+        pause = _MIN_PAUSE
         while paths and not client.check(paths):
             self.check_given_up()
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE + _PAUSE_PER_RANK * self.world_size)
+            pause = min(2 * pause, _MAX_PAUSE + _PAUSE_PER_RANK * self.world_size)
         self.check_given_up()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 # What a narrow terminal shows first, after the run and its state; metrics and reasons get the remaining width.
 _BY_IMPORTANCE = ("STEP", "JOB", "CHECKPOINT", "GOODPUT", "ATTEMPTS")
 _GAP = 2  # between two columns
-_LEAST_ROOM = 16  # a metric or a reason that is cut shorter is useless
+_MIN_ROOM = 16  # a metric or a reason that is cut shorter is useless
 
 
 def table(columns: dict[str, list[str]], width: int | None) -> Iterator[str]:
@@ -45,11 +45,11 @@ def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:
             widths[heading] = shown[heading]
             room -= shown[heading] + _GAP
     cut = [heading for heading in ("REASON", "METRICS") if heading in shown]
-    if room < len(cut) * (_LEAST_ROOM + _GAP):
+    if room < len(cut) * (_MIN_ROOM + _GAP):
         cut = cut[:1]
     for sharing, heading in zip(range(len(cut), 0, -1), sorted(cut, key=shown.__getitem__), strict=True):
         share = min(shown[heading], room // sharing - _GAP)
-        if share >= min(shown[heading], _LEAST_ROOM):
+        if share >= min(shown[heading], _MIN_ROOM):
             widths[heading] = share
             room -= share + _GAP
     return {heading: widths[heading] for heading in columns if heading in widths}

@@ -26,7 +26,7 @@ _SAME_CAUSE_SECONDS = 2.0
 _TORCHRUN_SECONDS = 15.0
 _FATAL = "Fatal Python error: "  # begins what faulthandler writes: the stacks of all threads, and much more
 _ABORTED = f"{_FATAL}Aborted"
-_MOST_LINES = 1000
+_MAX_LINES = 1000
 _TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # torch's infos and warnings are not the cause of an exit
 
 
@@ -201,7 +201,7 @@ def _without_message(code: int | None, rank: Rank) -> tuple[str, Cause]:
 
 def _last_said(rank: Rank) -> str:
     """Return what a rank wrote last to stderr, with the place of a fatal error; empty if it wrote nothing."""
-    lines = last_lines(rank.stderr, _MOST_LINES) if rank.stderr is not None else []
+    lines = last_lines(rank.stderr, _MAX_LINES) if rank.stderr is not None else []
     said = [line for line in lines if not _TORCH_LOG.match(line)]
     fatal = next((number for number, line in enumerate(said) if line.startswith(_FATAL)), None)
     where = ""

@@ -20,7 +20,7 @@ _MAX_LINE = 64 << 10
 _END_OF_LINE = re.compile(rb"\r*\n|\r+(?!\Z)")
 _TAIL_BYTES = 64 << 10  # a crashing Python lists its extension modules in a line of kilobytes
 _TAIL_LINES = 40
-_LEAST_FREE = 4096
+_MIN_FREE = 4096
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it in front of each line of a traceback
 
 
@@ -83,7 +83,7 @@ def if_disk_is_full() -> str:
     """Return what to add to an error on a node without space for what its ranks print; empty if it has some."""
     folder = tempfile.gettempdir()
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(folder).free < _LEAST_FREE:
+        if shutil.disk_usage(folder).free < _MIN_FREE:
             return (
                 f"; the node has no space left in {folder}, where what is printed is kept: make room there, or set "
                 "TMPDIR to another folder"

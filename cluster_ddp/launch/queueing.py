@@ -18,7 +18,7 @@ ENDLESS_SECONDS = 24 * 3600.0
 
 _REFUSALS = 3  # a controller that has just started may refuse what it accepts a moment later
 _FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit grants KillWait, 30 s by default
+_MAX_PAUSE = 15.0  # a controller that comes back after the time limit grants KillWait, 30 s by default
 _ASIDE_SECONDS = 5.0  # for an answer that is not essential
 _ANSWER_SECONDS = 60.0  # on a busy site an answer may take 40 s
 _NOT_ALLOWED = "presently disabled"  # what Slurm says about a job that may not be requeued
@@ -89,4 +89,4 @@ def requeue(
         if pause == _FIRST_PAUSE:
             delayed(said.splitlines()[0])
         sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_PAUSE)

@@ -35,7 +35,7 @@ from cluster_ddp.run.storage import Storage, closing, open_append
 AGENT_LOG = "agent.log"
 _GATHERED = "gathered.json"  # how far each file was copied, for the reaper of a killed node program
 _WRITE_SECONDS = 1.0
-_MOST_WAITING = 4 << 20  # characters that may wait while the storage accepts none
+_MAX_WAITING = 4 << 20  # characters that may wait while the storage accepts none
 _KEPT_BYTES = 64 << 10  # of what was copied: the end says why a rank died
 _FREED_BYTES = 1 << 20  # at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -104,7 +104,7 @@ class RankOutput:
         for folder, rank in self.exits.folders.items():
             self._follow(folder / "stdout.log", rank, is_error=False)
             self._follow(folder / "stderr.log", rank, is_error=True)
-        if sum(map(len, self._waiting)) > _MOST_WAITING and not rest:
+        if sum(map(len, self._waiting)) > _MAX_WAITING and not rest:
             self._write()
             return []
         lines = [line for source in self._sources.values() for line in source.lines(rest=rest)]

@@ -36,8 +36,8 @@ _HOST = re.compile(
 )
 _SIGNALS_OF_HOST = frozenset({"SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL"})
 
-_LONGEST_ERROR = 4000
-_MOST_LINES = 3
+_MAX_ERROR = 4000
+_MAX_LINES = 3
 _CAUSED = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "During handling of the above exception, another exception occurred:"
 
@@ -131,7 +131,7 @@ def _message(error: str) -> str:
     said = [line.strip() for line in lines[_begin_of_message(lines) :]]
     if "Last error:" in said[:-1]:  # NCCL's own words, below an explanation of the kind of error
         return f"{said[0]}: {said[said.index('Last error:') + 1]}"
-    introducing = itertools.takewhile(lambda line: line.endswith(":"), said[: _MOST_LINES - 1])
+    introducing = itertools.takewhile(lambda line: line.endswith(":"), said[: _MAX_LINES - 1])
     return " ".join(said[: len(list(introducing)) + 1])
 
 
@@ -146,14 +146,14 @@ def _begin_of_message(lines: list[str]) -> int:
 
 def shortened(error: str) -> str:
     """Return an error as an event may hold it: with the beginning of a long message, not of its traceback."""
-    if len(error) <= _LONGEST_ERROR:
+    if len(error) <= _MAX_ERROR:
         return error
     lines = error.splitlines()
     begin = _begin_of_message(lines)
     message = "\n".join(lines[begin:])
-    if len(message) > _LONGEST_ERROR:
-        return f"{message[:_LONGEST_ERROR]} ..."
-    frames = "\n".join(lines[:begin])[len(message) - _LONGEST_ERROR :]
+    if len(message) > _MAX_ERROR:
+        return f"{message[:_MAX_ERROR]} ..."
+    frames = "\n".join(lines[:begin])[len(message) - _MAX_ERROR :]
     return f"{frames}\n{message}" if "\n  File " in frames else message
 
 

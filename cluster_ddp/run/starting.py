@@ -16,8 +16,8 @@ from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 
 NEVER_BEGAN = "it should have started on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
-_LONGEST_OUTPUT = 4096  # bytes at the end of it that are read
-_LONGEST_QUOTE = 300
+_MAX_OUTPUT = 4096  # bytes at the end of it that are read
+_MAX_QUOTE = 300
 
 
 def should_have_begun(facts: Facts) -> bool:
@@ -69,11 +69,11 @@ def _last_output(facts: Facts) -> str:
     assert facts.job is not None
     name = facts.output_file(facts.job.job_id)
     try:
-        lines = read_tail(facts.history.run.path / name, _LONGEST_OUTPUT).decode(errors="replace").split("\n")
+        lines = read_tail(facts.history.run.path / name, _MAX_OUTPUT).decode(errors="replace").split("\n")
     except OSError:
         return f"(there is no {name})"
     last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-    said = f"{name} is empty" if last is None else f"{name} ends with: {last[:_LONGEST_QUOTE]}"
+    said = f"{name} is empty" if last is None else f"{name} ends with: {last[:_MAX_QUOTE]}"
     by_itself = facts.job.state in ("COMPLETED", "FAILED")
     return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 

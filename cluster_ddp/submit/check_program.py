@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 60.0  # torch alone may take that long from a cold shared file system
 _SECONDS_OF_ELEMENTS = 1.0  # spent building models of a sweep's elements
-_MOST_STATES = 16  # the maximum size of a checkpoint, in sizes of the model; 3 with AdamW
+_MAX_STATES = 16  # the maximum size of a checkpoint, in sizes of the model; 3 with AdamW
 _LAST = 800  # characters shown of the output of an interpreter that fails
 
 
@@ -143,7 +143,7 @@ def _question(spec: JobSpec, params: list[dict[str, Any]]) -> dict[str, Any]:
         return {"script": spec.script}
     train = spec.train
     asked = {"task": spec.task, "params": params, "lr": train.lr, "weight_decay": train.weight_decay}
-    return {**asked, "small": SMALL // _MOST_STATES, "seconds": _SECONDS_OF_ELEMENTS}
+    return {**asked, "small": SMALL // _MAX_STATES, "seconds": _SECONDS_OF_ELEMENTS}
 
 
 def _send(question: int, asked: bytes) -> None:

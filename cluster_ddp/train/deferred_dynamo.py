@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 _NAME = "torch._dynamo"
-_MOST_SECONDS = 60.0  # that a thread waits while another loads it; it then goes on with what there is, as in an import
+_MAX_SECONDS = 60.0  # that a thread waits while another loads it; it then goes on with what there is, as in an import
 
 
 def defer_dynamo() -> None:
@@ -67,7 +67,7 @@ class _Loading(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
-        if threading.get_ident() != own["_thread"] and own["_lock"].acquire(timeout=_MOST_SECONDS):
+        if threading.get_ident() != own["_thread"] and own["_lock"].acquire(timeout=_MAX_SECONDS):
             own["_lock"].release()
             return getattr(self, name)  # of a plain module now
         raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")

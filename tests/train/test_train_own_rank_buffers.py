@@ -42,7 +42,7 @@ def train(
     """A loop that reads its models outside of DDP, and has a mean teacher whose buffers follow those of the model."""
     begin_attempt(place, attempt)
     if at_most is not None:
-        rank_buffers._AT_MOST = at_most
+        rank_buffers.MAX_BYTES = at_most
     seen: dict[int, Any] = {}
     found = ""
     try:

@@ -30,7 +30,7 @@ _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, 
 _Found = TypeVar("_Found")
 _OURS = __name__.partition(".")[0]
 _WIDTH = 2000  # a list or dict with more parts is not searched
-_MOST = 50_000  # objects searched per level: 0.1 s
+_MAX_OBJECTS = 50_000  # objects searched per level: 0.1 s
 # Most objects are of these classes, none of which is searched for; those of derived classes are.
 _COMMON = {dict, list, tuple, set, FunctionType, FrameType, CellType, type, WrapperDescriptorType, MethodDescriptorType,
            BuiltinFunctionType, GetSetDescriptorType, weakref.ref, property, staticmethod}  # fmt: skip
@@ -123,7 +123,7 @@ def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[
             if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
                 yield name, value
-                if len(inner) < _MOST:
+                if len(inner) < _MAX_OBJECTS:
                     inner += _parts(name, value)
         level = inner
 

@@ -13,7 +13,7 @@ from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.own.values import has_values
 
-_AT_MOST = 256 * 2**20  # bytes of all ranks together, which each of them holds in memory once it has saved them
+MAX_BYTES = 256 * 2**20  # bytes of all ranks together, which each of them holds in memory once it has saved them
 _SHOWN = 5  # names in the message
 
 
@@ -94,7 +94,7 @@ class RankBuffers:
 
     def _small_enough(self, buffers: dict[str, Tensor]) -> list[str]:
         """The names of the smallest ones that together are no larger than what is saved."""
-        taken, left = set[str](), _AT_MOST // self._world.world_size
+        taken, left = set[str](), MAX_BYTES // self._world.world_size
         for name in sorted(buffers, key=lambda name: buffers[name].nbytes):
             if buffers[name].nbytes > left:
                 break

@@ -17,7 +17,7 @@ from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _PLAIN = (bool, int, float, str, type(None))
-_DEPTH, _MOST = 6, 10_000  # maximum nesting, and maximum count of numbers and strings in an attribute
+_DEPTH, _MAX_LEAVES = 6, 10_000  # maximum nesting, and maximum count of numbers and strings in an attribute
 _DIGITS = 11  # minimum number of digits of a memory address
 _BY_PARAMETER = "by parameter"  # marks what stands for a dict whose keys are parameters
 _CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def is_plain(value: Any) -> bool:
     if is_device(value):
         return False
     for number, leaf in enumerate(_leaves(value, _DEPTH)):  # stops at the first one that is not: there may be many
-        if number == _MOST or not _is_number_or_text(leaf):
+        if number == _MAX_LEAVES or not _is_number_or_text(leaf):
             return False
     return True
 

@@ -39,8 +39,8 @@ from cluster_ddp.train.own.watch.syntax import (
 _LISTS = (list, collections.deque)
 _OTHERS = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
 _ARRAYS = (Tensor, np.ndarray)
-_MOST = 1000  # parts of a list or dict that are compared
-_MOST_ELEMENTS = 2**24  # of a tensor that is compared as a whole, since a step may change a few rows of it
+_MAX_PARTS = 1000  # parts of a list or dict that are compared
+_MAX_ELEMENTS = 2**24  # of a tensor that is compared as a whole, since a step may change a few rows of it
 _Parts = dict[Any, int | float]
 
 
@@ -146,16 +146,16 @@ def _runs_loop(value: Any) -> bool:
 
 def _contents(value: Any) -> _Parts:
     """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
-    parts = [(key, part) for key, part in _parts_of(value)[-_MOST:] if getattr(part, "grad_fn", None) is None]
+    parts = [(key, part) for key, part in _parts_of(value)[-_MAX_PARTS:] if getattr(part, "grad_fn", None) is None]
     return {key: part if type(part) in (int, float) else fingerprint_of(part) for key, part in parts}
 
 
 def _whole(value: Tensor | np.ndarray[Any, Any]) -> int:
     """A fingerprint of all elements, unless there are too many."""
     if isinstance(value, np.ndarray):
-        return fingerprint(value) if value.size <= _MOST_ELEMENTS else fingerprint_of(value)
+        return fingerprint(value) if value.size <= _MAX_ELEMENTS else fingerprint_of(value)
     return (
-        fingerprint(value.detach()) if has_values(value) and value.numel() <= _MOST_ELEMENTS else fingerprint_of(value)
+        fingerprint(value.detach()) if has_values(value) and value.numel() <= _MAX_ELEMENTS else fingerprint_of(value)
     )
 
 
