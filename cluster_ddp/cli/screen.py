@@ -1,4 +1,4 @@
-"""Showing texts one after the other in the same place on a terminal, as `top` and `watch` do."""
+"""Showing one screenful after the other in the same place on a terminal, as `top` and `watch` do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,14 @@
 """The job as the user wrote it: typed models, YAML loading, templates, overrides, errors.
 
+models, fields, sections, units    what a job file may contain: its keys, their types, durations
+loading, document, merge, templates   from a file to a `JobSpec`; `extends:` and ``--set``
+site, site_file                    the defaults of a site
+batch                              how the global batch is divided
+options, secrets, refusals, target   what a person may not write; whether the task or script exists
+errors, report, nearest            the errors, and how those in a job file are described
+grid, elements                     the elements of a sweep
+public                             the public names
+
 Errors and templates are imported immediately. The names of `cluster_ddp.job.public` are loaded on first use: importing
 pydantic takes longer than everything that a command such as ``status`` does.
 """

@@ -1,6 +1,16 @@
-"""The ways to start a run: sbatch and submitit behind one small interface (ways.py), local, manual; and to resume one.
+"""The ways to start a run: sbatch and submitit behind one small interface, local, manual; and to resume one.
 
-From Python: `submit`, which returns a `RunHandle`.
+base, ways, sbatch, submitit       submitting to Slurm; each way is a `Submission`
+submitit_job                       what submitit pickles
+script, template.sbatch, preamble, quote   the batch script
+own_run                            the run of a script that was submitted by hand
+local, supervisor, machine, background     on this machine
+manual, arrivals                   on several machines without Slurm
+preflight, check_program, partition_limits, save_time   what is checked before a job is queued
+resume, adopting                   continuing a run, and submissions that were interrupted
+sweep, element, sweep_here         many runs of one job
+first_files                        what `cluster-ddp init` writes
+handle                             from Python: `submit`, which returns a `RunHandle`
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ from documented import PROJECT
 
 PACKAGE = PROJECT / "cluster_ddp"
 PAGE = (PROJECT / "docs/contributing.md").read_text()
-FOLDERS = ("run", "checkpoint", "launch", "train", "train/state", "train/own", "train/own/data", "train/own/watch")
+FOLDERS = (
+    "job", "slurm", "run", "checkpoint", "launch", "train", "train/data", "train/state", "train/own", "train/own/data",
+    "train/own/watch", "submit", "cli",
+)  # fmt: skip
 ROOMS = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
 
 
