@@ -19,8 +19,8 @@ from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import ACTIVE, SlurmJob
 
 _QUEUE_SECONDS = 20.0
-_NO_ANSWER_SECONDS = 600.0  # for which Slurm is asked again: a controller that fails over is away for minutes
-_ASK_AGAIN_SECONDS = 5.0
+NO_ANSWER_SECONDS = 600.0  # for which Slurm is asked again: a controller that fails over is away for minutes
+ASK_AGAIN_SECONDS = 5.0
 
 
 def begin(
@@ -68,7 +68,7 @@ def _job_is_active(job_id: str) -> bool | None:
 
     Without an answer nothing begins in this job, which may be the last one of its chain: so it is asked patiently.
     """
-    until = time.monotonic() + _NO_ANSWER_SECONDS
+    until = time.monotonic() + NO_ANSWER_SECONDS
     while True:
         try:
             job = _job(job_id)
@@ -76,7 +76,7 @@ def _job_is_active(job_id: str) -> bool | None:
             never = isinstance(error, SlurmRefused) or shutil.which("squeue") is None
             if never or time.monotonic() > until:
                 return None
-            time.sleep(_ASK_AGAIN_SECONDS)
+            time.sleep(ASK_AGAIN_SECONDS)
         else:
             return job is not None and job.state in ACTIVE
 

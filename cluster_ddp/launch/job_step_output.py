@@ -19,7 +19,7 @@ from cluster_ddp.printing import pass_on
 LABEL = "--label"
 
 _KEPT_LINES = 3
-_DRAIN_SECONDS = 2.0  # a process that was left behind may keep the pipe open
+DRAIN_SECONDS = 2.0  # a process that was left behind may keep the pipe open
 _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
@@ -84,7 +84,7 @@ class JobStepOutput:
 
     def finish(self) -> None:
         """Wait for the remaining output, now that the step has ended; once, however often this is called."""
-        deadline = time.monotonic() + _DRAIN_SECONDS
+        deadline = time.monotonic() + DRAIN_SECONDS
         while self._threads:
             self._threads.pop().join(max(0.0, deadline - time.monotonic()))
 

@@ -13,7 +13,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_STARTED, RANK_FAILED, EventWriter, read_events
 from cluster_ddp.run.history import Event
 
-_FIRST_TO_RECORD_SECONDS = 2.0
+FIRST_TO_RECORD_SECONDS = 2.0
 
 
 class NodeFailures:
@@ -57,7 +57,7 @@ class NodeFailures:
         self._record(failure.error, suspect=(failure.suspect or alone) and not self._suspected_hosts())
         if not alone and missing:
             if self._host != min(failure.came):  # which sees the same, and records it unless it has been lost, too
-                time.sleep(_FIRST_TO_RECORD_SECONDS)
+                time.sleep(FIRST_TO_RECORD_SECONDS)
             self._record_missing(missing)
 
     def record_lost_connection(self, *, unless: Callable[[], bool]) -> bool:
@@ -71,7 +71,7 @@ class NodeFailures:
         exits = self._output.exits
         if exits.failed or not exits.ended_by_agent:
             return False
-        time.sleep(_FIRST_TO_RECORD_SECONDS)  # what failed elsewhere is the cause, or a stop
+        time.sleep(FIRST_TO_RECORD_SECONDS)  # what failed elsewhere is the cause, or a stop
         if unless() or self._of_attempt(FAILED, RANK_FAILED, NODE_FAILED, HANG):
             return False
         why = lost_connection(self._output.folder / AGENT_LOG, self._endpoint)

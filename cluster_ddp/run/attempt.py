@@ -102,7 +102,7 @@ def begin_attempt(
         process = identify(pid, host)
         record = AttemptRecord(number, time.time(), process, slurm_job_id, restart_count, nodes, procs, cluster=cluster)
         try:
-            published = _publish(run, record, given_up)
+            published = publish(run, record, given_up)
         except OSError as error:
             raise RunError(f"cannot begin an attempt in {run.attempts}: {error}") from error
         if published:
@@ -193,7 +193,7 @@ def _count(history: History) -> int:
     return 0 if history.last_number is None else history.last_number + 1
 
 
-def _publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], bool]) -> bool:
+def publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], bool]) -> bool:
     """Create the attempt's folder with its record in one step; return False if another process has taken the number.
 
     A folder cannot be renamed onto one that is not empty, so only one process wins, and no folder is ever seen without

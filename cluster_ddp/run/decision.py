@@ -81,7 +81,7 @@ def decide(
 
 def prepare_to_decide() -> None:
     """Import what `decide` needs ahead of time: once Slurm has sent SIGTERM, every second counts."""
-    _load_resolved()
+    job_file_reader()
 
 
 def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: str) -> None:
@@ -157,10 +157,11 @@ def _stalled(history: History, number: int, outcome: AttemptOutcome, what: str) 
 
 
 def _limits(run: RunDirectory) -> RequeueSpec:
-    return _load_resolved()(run.job_file).requeue
+    return job_file_reader()(run.job_file).requeue
 
 
-def _load_resolved() -> Callable[[Path], JobSpec]:
+def job_file_reader() -> Callable[[Path], JobSpec]:
+    """The function that reads a run's job file."""
     from cluster_ddp.job import load_resolved  # loads pydantic, which is not needed to begin an attempt
 
     return load_resolved

@@ -33,10 +33,10 @@ from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
 
-_SHOWN = 5  # names listed in a warning
+MAX_NAMES = 5  # names listed in a warning
 _CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
 _AT_SAVES = 0.01  # the same before saves, where a look is worth more
-_SHORT = 0.1  # seconds that a look before a save may always take
+SHORT_CHECK_SECONDS = 0.1  # seconds that a look before a save may always take
 _LONG = 1.0  # seconds that it may take at most before a save: there may be little time left for that
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
@@ -240,7 +240,7 @@ class Saving:
             self.warn_unsaved(state)
 
     def _is_quick_to_check(self) -> bool:
-        if self._check_took < _SHORT:
+        if self._check_took < SHORT_CHECK_SECONDS:
             return True
         return self._check_took < _LONG and self._has_time(_AT_SAVES)
 
@@ -266,9 +266,9 @@ class Saving:
         names = [name for name, more in others.items() if not self.made_from.has_told(name, more)]
         if names := [name for name in names if not self.made_from.is_only_of_samples(name, others[name])]:
             self._warned.update(names)
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
             self.warn(
-                f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint contains: a resume "
+                f"training changes {', '.join(names[:MAX_NAMES])}{more}, which no checkpoint contains: a resume "
                 "is exact only if no step depends on it. Otherwise make it a buffer of the model, or include it in the "
                 "state_dict() of the task, of the optimizer, or of something else that is passed in"
             )

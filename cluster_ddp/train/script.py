@@ -80,7 +80,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         return JobSpec(name="script", script=_name_of_program())
 
     around = contextlib.nullcontext() if place else handlers_put_back()
-    alone = contextlib.nullcontext() if place or not find_world().is_main else _alone_in(directory.path)
+    alone = contextlib.nullcontext() if place or not find_world().is_main else alone_in(directory.path)
     joined = joined_rank(directory, attempt, read_job, writer=writer)
     with around, joined as (job, process), alone, _seeded(job.train.seed, may_run_again=block.may_run_again):
         if find_world().device.type == "cpu":
@@ -131,7 +131,7 @@ def _seeded(seed: int, *, may_run_again: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Occupy a folder, in which another process would find this one's checkpoints, and resume from them.
 
     Raises

@@ -136,9 +136,9 @@ def test_a_copy_has_the_digest_of_what_lies_in_other_strides_and_is_summed_in_pi
     """As that of a tensor on a GPU, where summing all of a large one at once would take a multiple of its memory."""
     values = torch.randint(0, 2, (6, 8, 16), dtype=torch.uint8).view(dtype)
     kinds = (values, values.transpose(0, 1), values[::2], values[:0], values[0, 0, 0])
-    whole = [int(replicas._sum(tensor)) for tensor in kinds]
-    monkeypatch.setattr(replicas, "_PIECE", 5)
-    assert [int(replicas._sum(tensor.clone(memory_format=torch.contiguous_format))) for tensor in kinds] == whole
+    whole = [int(replicas.sum_of(tensor)) for tensor in kinds]
+    monkeypatch.setattr(replicas, "PIECE", 5)
+    assert [int(replicas.sum_of(tensor.clone(memory_format=torch.contiguous_format))) for tensor in kinds] == whole
 
 
 def test_overlaps_are_views_of_a_part_and_not_tensors_between_each_other() -> None:

@@ -156,8 +156,8 @@ def test_slurm_is_asked_again_while_its_controller_is_away(
     asked = tmp_path / "asked"
     away = f"echo >>{asked}; [ $(wc -l <{asked}) -gt 3 ] || {{ echo 'squeue: error: Connection refused' >&2; exit 1; }}"
     stand_in(tmp_path, monkeypatch, squeue=f"{away}\necho '76|76|NODE_FAIL||None|'")
-    monkeypatch.setattr(beginning, "_ASK_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(beginning, "_NO_ANSWER_SECONDS", patience)
+    monkeypatch.setattr(beginning, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(beginning, "NO_ANSWER_SECONDS", patience)
     if patience:
         assert begin(run) == 1
     else:

@@ -44,7 +44,7 @@ def test_an_error_of_storage_that_passes_as_the_attempt_ends_loses_no_requeue(
             raise JobFileError("job.yaml cannot be read") from OSError(number, os.strerror(number))
         return load_resolved(path)
 
-    monkeypatch.setattr(decision, "_load_resolved", lambda: job_file)
+    monkeypatch.setattr(decision, "job_file_reader", lambda: job_file)
     live(world)
     assert world.queued is queued and not world.faults
     assert tried_for <= world.now - 100 <= tried_for + 5

@@ -342,7 +342,7 @@ def test_an_agent_that_lost_the_others_is_the_cause_unless_something_failed(
     fresh: RunDirectory, monkeypatch: pytest.MonkeyPatch, elsewhere: tuple[str, ...]
 ) -> None:
     (attempt := fresh.attempt(0)).path.mkdir(parents=True)
-    monkeypatch.setattr(node_failures, "_FIRST_TO_RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(node_failures, "FIRST_TO_RECORD_SECONDS", 0.0)
     writer = EventWriter(fresh, "node-n2")
     for name in ("stopped", *elsewhere):  # by torchrun's SIGTERM
         writer.write(name, attempt=0, step=3, reason=TERMINATED, error="Connection reset by peer", host="n1", rank=0)

@@ -55,7 +55,7 @@ def test_an_srun_that_is_killed_is_known(attempt: AttemptDirectory) -> None:
 def test_the_output_of_a_process_that_was_left_behind_is_waited_for_once(
     attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_step_output, "_DRAIN_SECONDS", 0.5)
+    monkeypatch.setattr(job_step_output, "DRAIN_SECONDS", 0.5)
     step = RunningJobStep(["bash", "-c", "sleep 5 &"], os.environ, attempt, 1, os.getpid())
     assert ends(step, within=60)
     asked = time.monotonic()

@@ -90,16 +90,16 @@ def test_whoever_comes_second_begins_nothing_once_the_run_is_complete(
     run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that was first has trained to the end while storage held the other one up."""
-    publish = attempt_module._publish
+    publish = attempt_module.publish
 
     def late(*of: Any) -> bool:
-        monkeypatch.setattr(attempt_module, "_publish", publish)
+        monkeypatch.setattr(attempt_module, "publish", publish)
         begin(run)
         say("completed", 0, step=9)
         end_attempt(run.attempt(0))
         return publish(*of)
 
-    monkeypatch.setattr(attempt_module, "_publish", late)
+    monkeypatch.setattr(attempt_module, "publish", late)
     with pytest.raises(RunEnded, match="is complete"):
         begin(run)
     assert [attempt.number for attempt in list_attempts(run)] == [0]

@@ -119,7 +119,9 @@ RuntimeError: bad news
 more of it"""
 
 
-def test_the_line_of_a_traceback_that_is_said_is_its_error(run: RunDirectory, attempt: AttemptDirectory, say: Say) -> None:
+def test_the_line_of_a_traceback_that_is_said_is_its_error(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
     say("rank-failed", 0, rank=1, node=0, error=TRACEBACK, phase="setup")
     assert decide(run, attempt).why.endswith("failed: RuntimeError: bad news")
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.optim import NAdam
 
 from cluster_ddp.checkpoint.plan import describe, make_plan
-from cluster_ddp.checkpoint.replicas import _sum, _sum_on_host, tensor_digests
+from cluster_ddp.checkpoint.replicas import sum_of, sum_on_host, tensor_digests
 from cluster_ddp.train.data.loader import to_device
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.metrics.log import copies_for_log
@@ -122,7 +122,7 @@ def test_the_scale_of_fp16_is_logged_without_waiting(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
 def test_a_copy_on_the_host_has_the_sum_of_the_bits_on_the_device(dtype: torch.dtype) -> None:
     for numbers in (torch.randn(5, 1000) * 100, torch.ones(()), torch.ones(0, 3), -torch.ones(70_000)):
-        assert _sum_on_host(numbers.to(dtype)) == int(_sum(numbers.to(dtype)))
+        assert sum_on_host(numbers.to(dtype)) == int(sum_of(numbers.to(dtype)))
 
 
 def test_generators_of_other_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from cluster_ddp.train.own import leaving
 
 def leave_in_turn(place: Path, in_steps: bool) -> None:
     """A loop that rank 0 leaves in its second batch, and rank 1 in the same batch a second later."""
-    leaving._PATIENCE = 0.3
+    leaving.PATIENCE_SECONDS = 0.3
     begin_attempt(place, 0)
     with join_run() as run:
         torch.manual_seed(5)

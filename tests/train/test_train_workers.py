@@ -164,6 +164,6 @@ def test_what_a_queue_of_a_worker_s_own_cannot_send_is_printed(
         try:
             raise ValueError(message)
         except ValueError as error:
-            loader._send_instead(SimpleNamespace(put=sent.append), error, message)  # type: ignore[arg-type]
+            loader.send_instead(SimpleNamespace(put=sent.append), error, message)  # type: ignore[arg-type]
     assert [number for number, _ in sent] == [3]
     assert capfd.readouterr().err.count("\nValueError: ") == 3

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from zoo_models import device
-from zoo_training import _MADE, Case, ZooTask, judge
+from zoo_training import MADE, Case, ZooTask, judge
 
 from cluster_ddp.train import Task
 from cluster_ddp.train.state.modes import Modes
@@ -119,8 +119,8 @@ class WithAnother(ZooTask):
         self.kind = kind
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        _MADE[self] = self.kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
-        return _MADE[self]
+        MADE[self] = self.kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
+        return MADE[self]
 
 
 @pytest.mark.parametrize("kind", [LooksAhead, Compiles])
@@ -156,8 +156,8 @@ class InSlot(ZooTask):
         return None
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        _MADE[self] = Weighs(model.parameters(), lr, self.weight())
-        return _MADE[self]
+        MADE[self] = Weighs(model.parameters(), lr, self.weight())
+        return MADE[self]
 
 
 class ByFunction(InSlot):

@@ -305,7 +305,7 @@ def test_what_changes_between_two_saves_is_told_at_the_second(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume after a kill at that moment repeats no step whose loss could tell."""
-    monkeypatch.setattr(saving, "_SHORT", math.inf)
+    monkeypatch.setattr(saving, "SHORT_CHECK_SECONDS", math.inf)
     assert told(partial(WarmsUp, capfd), tmp_path, capfd, steps=7) == []
 
 

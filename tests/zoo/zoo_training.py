@@ -67,7 +67,7 @@ class Crash(Exception):
     """What ends an attempt in the middle of an epoch."""
 
 
-_MADE: WeakKeyDictionary[Task, Optimizer] = WeakKeyDictionary()
+MADE: WeakKeyDictionary[Task, Optimizer] = WeakKeyDictionary()
 
 
 class ZooTask(Task):
@@ -88,7 +88,7 @@ class ZooTask(Task):
     @property
     def made(self) -> Optimizer:
         """The optimizer; kept apart, because what a task holds is searched, and most do not hold it."""
-        return _MADE[self]
+        return MADE[self]
 
     def model(self) -> nn.Module:
         from zoo_awkward import AWKWARD, REFUSED_MODELS
@@ -104,8 +104,8 @@ class ZooTask(Task):
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         from zoo_optimizers import OPTIMIZERS
 
-        _MADE[self] = OPTIMIZERS[self.case.optimizer](model, lr)
-        return _MADE[self]
+        MADE[self] = OPTIMIZERS[self.case.optimizer](model, lr)
+        return MADE[self]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None

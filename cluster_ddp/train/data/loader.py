@@ -261,13 +261,13 @@ def set_up_worker(worker: int) -> None:
     gc.enable()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
+    queues.Queue._on_queue_feeder_error = send_instead  # type: ignore[attr-defined]
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():
         _thread.start_new_thread(_end_with, (rank,))  # not by `threading`: the set's threads are counted
 
 
-def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> None:
+def send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> None:
     """Send an error in place of a batch that could not be sent: Python's queue prints it, and the rank would wait.
 
     Such as one that cannot be pickled, or for which /dev/shm is full.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cluster_ddp.printing import say
 from cluster_ddp.train.distributed import World, host_group
 
-_PATIENCE = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
+PATIENCE_SECONDS = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
 
 
 class Leaving:
@@ -45,7 +45,7 @@ class Leaving:
         work = dist.all_gather(
             [torch.empty_like(here) for _ in range(self._world.world_size)], here, group=host_group(), async_op=True
         )
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + PATIENCE_SECONDS
         while self.early is not None and not work.is_completed():
             if time.monotonic() > end:
                 self._tell()
@@ -55,9 +55,9 @@ class Leaving:
 
     def _tell(self) -> None:
         message = (
-            f"rank {self._world.rank} left {self.early}, and {_PATIENCE:g} s later not all of the other ranks have "
-            "done so. If they continue, they wait for this rank forever: let all ranks leave after the same batch, "
-            "going by something that is the same on all of them, such as a loss summed by dist.all_reduce()"
+            f"rank {self._world.rank} left {self.early}, and {PATIENCE_SECONDS:g} s later not all of the other ranks "
+            "have done so. If they continue, they wait for this rank forever: let all ranks leave after the same "
+            "batch, going by something that is the same on all of them, such as a loss summed by dist.all_reduce()"
         )
         if self._world.is_main:
             self._warn(message)

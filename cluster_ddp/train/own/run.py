@@ -342,9 +342,7 @@ class ScriptRun:
         self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
         mode = TrainingMode(bare, self._session.warn)
         if self.world.is_main:
-            self._report = open_report(
-                self.job, self.directory, self.attempt, self.step, loggers=self._block.is_run
-            )
+            self._report = open_report(self.job, self.directory, self.attempt, self.step, loggers=self._block.is_run)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: mode.check())
         self._session.repeated.number = "the norm of the weights at"

@@ -64,9 +64,7 @@ class ModelState:
         refuse_expanded(named)
         return named, extra_state
 
-    def load_extra_state(
-        self, packed: Mapping[str, Any], unpacker: Unpacker, take: Callable[[str], Tensor]
-    ) -> None:
+    def load_extra_state(self, packed: Mapping[str, Any], unpacker: Unpacker, take: Callable[[str], Tensor]) -> None:
         """Restore the extra state of modules; `take` returns a tensor in it by its name."""
         for name, value in packed.items():
             module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))

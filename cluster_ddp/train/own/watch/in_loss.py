@@ -167,7 +167,7 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _builds_on_itself(kind: type) -> Iterator[str]:
-    """The attributes that a class sets to something computed from them; others may be set again before they are read."""
+    """The attributes that a class sets to something computed from them; others may be set before they are read."""
     for node in ast.walk(tree_of_object(kind)):
         for name in assigned(node):
             reads = isinstance(node, ast.AugAssign) or any(is_read(part, name) for part in ast.walk(node))
