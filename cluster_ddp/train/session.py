@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
+from cluster_ddp.train.data.order import Order
 from cluster_ddp.train.distributed import (
     all_gather_object,
     broadcast_object,
@@ -109,16 +110,6 @@ def joined_rank(
         hold_group()
     else:
         cleanup_distributed()
-
-
-class Order(Protocol):
-    """Maps a number of finished steps to a position in the data."""
-
-    def epoch(self, step: int) -> int:
-        """The current epoch after `step` finished steps."""
-
-    def consumed(self, step: int) -> int:
-        """The sample offset after `step` finished steps."""
 
 
 class Session:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,16 @@ _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D04
 _MAX_SIZE = 1 << 62
 # Positions permuted in one call: enough to spread the overhead of a NumPy call over many steps.
 _BLOCK = 8192
+
+
+class Order(Protocol):
+    """Maps a number of finished steps to a position in the data."""
+
+    def epoch(self, step: int) -> int:
+        """The current epoch after `step` finished steps."""
+
+    def consumed(self, step: int) -> int:
+        """The sample offset after `step` finished steps."""
 
 
 class Permutation:

@@ -19,7 +19,7 @@ from cluster_ddp.run.record import read_record, update_record
 from cluster_ddp.train.data.fetch import LOOK, Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.made_from import NOT_PUT_BACK, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
-from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_batches
+from cluster_ddp.train.data.order import MicroBatch, Order, SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use
@@ -46,7 +46,7 @@ def agree_on_batches(train: TrainSpec, run: RunDirectory | None, world: World) -
     return plan
 
 
-class Stream(Protocol):
+class Stream(Order, Protocol):
     """The training data as seen by the loop."""
 
     data: Dataset[Any]
@@ -56,12 +56,6 @@ class Stream(Protocol):
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited for batches."""
-
-    def epoch(self, step: int) -> int:
-        """The current epoch after `step` finished steps."""
-
-    def consumed(self, step: int) -> int:
-        """The sample offset after `step` finished steps."""
 
     def first(self) -> tuple[MicroBatch, Any]:
         """The first micro-batch of the whole training."""

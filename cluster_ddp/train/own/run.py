@@ -15,6 +15,7 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
+from cluster_ddp.train.data.order import Order
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.log import Report, open_report
@@ -39,7 +40,7 @@ from cluster_ddp.train.own.watch.unfrozen import Unfrozen
 from cluster_ddp.train.own.wrapping import refuse_single_process
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
-from cluster_ddp.train.session import Order, Session
+from cluster_ddp.train.session import Session
 from cluster_ddp.train.state.stateful import Stateful
 from cluster_ddp.train.state.training import State
 

@@ -160,7 +160,7 @@ class Attributes(Snapshot):
         def follows(name: str, place: str, leaf: Any) -> bool:
             """Whether a common value in the state was that of this name before, too; a flag may be a number there."""
             are_flags = isinstance(leaf, bool) == isinstance(self.leaves.get(name), bool)
-            if not (are_flags or _last(place) == _last(name)):
+            if not (are_flags or last_part(place) == last_part(name)):
                 return False
             if (
                 then is None
@@ -196,7 +196,7 @@ class Attributes(Snapshot):
             if name.endswith(LENGTH) and (sources := self._lists_of_parts.get(name.removesuffix(LENGTH))):
                 lengths = {place for place in changed_there if place.endswith(LENGTH)}
                 places = (place.removesuffix(LENGTH) for place in lengths if leaves[place] == self.leaves.get(name))
-                return any(_last(place) not in sources for place in places)
+                return any(last_part(place) not in sources for place in places)
             if name.endswith(GRADIENT):
                 return is_held(self._gradients[name][0](), name)
             if name.endswith(TRAINED):  # the state may say whether it is frozen
@@ -235,7 +235,7 @@ class Attributes(Snapshot):
             if _may_be_alike(form, leaf)
             and place in before.leaves
             and not is_element(place)
-            and ((isinstance(form, (float, Tensor)) and not is_common(form)) or _last(place) == _last(name))
+            and ((isinstance(form, (float, Tensor)) and not is_common(form)) or last_part(place) == last_part(name))
         )
 
     def owner(self, name: str) -> int | None:
@@ -249,7 +249,7 @@ class Attributes(Snapshot):
         found: dict[str, set[str]] = {}
         for name, first in self._aliases.items():
             if (whole := name.rpartition(".")[0]) + LENGTH in self.leaves:
-                found.setdefault(whole, set()).add(_last(first.rpartition(".")[0]))
+                found.setdefault(whole, set()).add(last_part(first.rpartition(".")[0]))
         return found
 
     def lists_alike(self, again: Attributes) -> set[str]:
@@ -353,7 +353,8 @@ class Attributes(Snapshot):
         return {name for name, first in self._aliases.items() if now._aliases.get(name) == first}
 
 
-def _last(name: str) -> str:
+def last_part(name: str) -> str:
+    """The part of a name after its last dot."""
     return name.rpartition(".")[2]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.randomness import keep_generators
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.attributes import Attributes, last_part
 from cluster_ddp.train.state.claims import Claims
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
@@ -47,10 +47,6 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
     except Exception:  # it is an element, in a slot, or of something that answers by itself
         return False
     return is_same(inspect.getattr_static(type(holder), key, _NOTHING), now.leaves[name])
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
@@ -225,28 +221,28 @@ class Watch:
         places = {name: vars(other) if place is own else place for name, place in places.items()}
         found = {name for name in map(now.outermost_list, names) if name and name.startswith(("task.", "model."))}
         lists = {name: place for name in found if (place := self._place(name)) is not None and place is not own}
-        kept = {name: place[_last(name)] for name, place in lists.items()}
+        kept = {name: place[last_part(name)] for name, place in lists.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
             state = copied(self._states()["task"])
             try:
                 for name, place in places.items():
-                    place[_last(name)] = was.leaves[name]
+                    place[last_part(name)] = was.leaves[name]
                 for name, place in lists.items():
-                    place[_last(name)] = copy.copy(kept[name])
-                    place[_last(name)].clear()
+                    place[last_part(name)] = copy.copy(kept[name])
+                    place[last_part(name)].clear()
                 other.load_state_dict(state)
                 not_shared = (*self._not_shared_with(other), *lists)
                 again = of_task(other)
                 of_model = [*places.items(), *lists.items()]
-                of_model = [(name, place[_last(name)]) for name, place in of_model if name.startswith("model.")]
+                of_model = [(name, place[last_part(name)]) for name, place in of_model if name.startswith("model.")]
                 again.add(Attributes(dict(of_model)))
                 found = {name for name in names if name in places or is_within(name, not_shared)}
                 made = {name for name in found if now.are_alike(name, again)}
             finally:
                 for name, place in places.items():
-                    place[_last(name)] = now.leaves[name]
+                    place[last_part(name)] = now.leaves[name]
                 for name, place in lists.items():
-                    place[_last(name)] = kept[name]
+                    place[last_part(name)] = kept[name]
         return made
 
     def _not_shared_with(self, other: Task) -> set[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import as_it_is
 from cluster_ddp.train.distributed import all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.own.data.held_data import held_data
@@ -162,7 +163,7 @@ class MapBatches:
         if self._by_batch:
             self._fetcher = Fetcher(inner.dataset, inner.collate_fn, Use.SAMPLE, seed, exact=True)
             self._seen = _ByBatch(inner.dataset, self._fetcher)
-            self._copy.put(dataset=self._seen, batch_sampler=self._keys, collate_fn=_as_it_is)
+            self._copy.put(dataset=self._seen, batch_sampler=self._keys, collate_fn=as_it_is)
         else:
             self._seen = _OneByOne(inner.dataset, derive(Use.SAMPLE, seed))
             self._copy.put(dataset=self._seen, sampler=self._keys)
@@ -306,7 +307,3 @@ def _length(loader: Any) -> int:
     if length == 0:
         raise TrainError("the DataLoader has no batches: the data set is empty, or smaller than a batch (drop_last)")
     return length
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -17,6 +17,7 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.syntax import name_of, program_files, read_once, source_of, tree_of
+from cluster_ddp.train.state.attributes import last_part
 from cluster_ddp.train.state.set_before_read import is_only_read_where_set
 
 _ARRAYS = (np.ndarray, Tensor)
@@ -74,7 +75,7 @@ class Queues:
             name
             for name, queue in self._found()
             if id(queue) in filled
-            and not (id(queue) in emptied and is_only_read_where_set(_last(name), is_container=True))
+            and not (id(queue) in emptied and is_only_read_where_set(last_part(name), is_container=True))
         }
         arrays = {f"{name}.{array}" for name, holder, array, key, row in rows if _is_filled(holder, array, key, row)}
         if names := sorted(queues | arrays):
@@ -168,10 +169,6 @@ def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) 
 
 def _variables() -> list[tuple[str, Any]]:
     return found_or_nothing(reachable(running_variables(), _DEPTH))
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _end_of(queue: _Queue) -> tuple[int, int]:
