@@ -67,7 +67,7 @@ class FrameworkSteps(Geometry):
             raise TrainError(
                 f"the checkpoint was saved by {was['world']} ranks, now there are {self.world}, and {self.samples} "
                 f"samples are not a multiple of the {per_step} in a step: with several ranks, the last step of an "
-                "epoch is filled up with samples from its beginning, so it would contain other samples; resume on "
+                "epoch is filled up with samples from its beginning, so it would contain different samples; resume on "
                 f"{was['world']} ranks, or start a new run with a data set whose size is a multiple"
             )
 

@@ -289,7 +289,8 @@ def _only_loader(trainer: Any) -> Any:
     loaders = trainer.fit_loop._combined_loader.flattened
     if len(loaders) != 1:
         raise TrainError(
-            f"ResumeExactly takes one training DataLoader, and there are {len(loaders)}: let one data set give all"
+            f"ResumeExactly takes one training DataLoader, and there are {len(loaders)}: let one data set provide all "
+            "samples"
         )
     loader: Any = loaders[0]
     if type(loader) is not DataLoader or type(loader.sampler) is not RandomSampler or loader.sampler.replacement:

@@ -144,7 +144,7 @@ class Saving:
         if self._rank == 0 and best is not None and self._logged and best.metric not in self._logged:
             self.warn(
                 f"checkpoint.keep_best.metric: {best.metric} was not logged in this attempt, and no checkpoint of it "
-                f"was kept for being the best; run.log() was given {', '.join(sorted(self._logged))}"
+                f"was kept as the best; run.log() was given {', '.join(sorted(self._logged))}"
             )
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:

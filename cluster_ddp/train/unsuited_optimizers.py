@@ -38,7 +38,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
         raise TaskError(
             f"optimizer() returned {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "
-            "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
+            "runs the backward pass, and checks all gradients before it changes a weight; give an optimizer that needs "
             "the gradients only"
         )
 
@@ -68,8 +68,7 @@ def refuse_unfinished(optimizer: Optimizer) -> None:
     except AttributeError as error:
         raise TaskError(
             f"optimizer() returned {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not to "
-            "call Optimizer.__init__, as some that go around another; give the one inside it, or one made for this "
-            "torch"
+            "call Optimizer.__init__, as some wrappers do not; give the one inside it, or one made for this torch"
         ) from error
 
 

@@ -128,7 +128,9 @@ class IterableStream:
                 f"{len(places)} ranks, not {self._world.world_size}"
             )
         if places is None and self._sharded and (counts.stream_epoch or counts.stream_offset):
-            raise DataError("the checkpoint was saved by a task that is not sharded, or by one rank: resume it so")
+            raise DataError(
+                "the checkpoint was saved by a task that is not sharded, or by one rank: resume it the same way"
+            )
         epoch, taken = (counts.stream_epoch, counts.stream_offset) if places is None else places[self._world.rank]
         return epoch, taken
 

@@ -93,8 +93,8 @@ class Geometry:
         if all(same) and was["steps"] == self.steps:
             return
         raise TrainError(
-            f"the checkpoint was saved with {_layout(was)}, now there are {_layout(now)}: the steps would have other "
-            f"samples{self._remedy(was)}"
+            f"the checkpoint was saved with {_layout(was)}, now there are {_layout(now)}: the steps would have "
+            f"different samples{self._remedy(was)}"
         )
 
     @property
@@ -136,8 +136,8 @@ class Deal:
         if was["sampler"] != self.sampler:
             raise TrainError(
                 f"the checkpoint was saved by {_ranks(ranks)} with a {was['sampler']}, and this number has a "
-                f"{self.sampler}: the steps would have other samples. Give the DataLoader the same on any number, as "
-                "DistributedSampler(dataset, num_replicas=run.world.world_size, rank=run.world.rank)"
+                f"{self.sampler}: the steps would have different samples. Give the DataLoader the same on any "
+                "number, as DistributedSampler(dataset, num_replicas=run.world.world_size, rank=run.world.rank)"
             )
         if None in (was["samples"], self.samples) or was["samples"] == self.samples:
             return None

@@ -83,7 +83,7 @@ class Packer:
             raise TaskError(
                 f"{name} is of bytes, which a checkpoint does not hold, since they are mostly pickled and could run "
                 "code when they are read: keep tensors, numbers or strings. Where a library's optimizer keeps them, "
-                "take another optimizer"
+                "use a different optimizer"
             )
         if kind not in _KINDS:
             plain = ", and a plain tuple(...) instead of one with names" if isinstance(value, tuple) else ""

@@ -62,8 +62,8 @@ class Order:
         if self._own_length is not None and (now := _length_of(self.sampler)) != self._own_length:
             raise DataError(
                 f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, and had "
-                f"{self._own_length} at first: epochs have to be of one length, as an epoch that is resumed is found "
-                "by it. Let the sampler give as many in each, or say by batches= how many are taken of each"
+                f"{self._own_length} at first: all epochs must have the same length, by which a resume finds its "
+                "epoch. Let the sampler give as many in each, or say by batches= how many are taken of each"
             )
         if self._is_known:
             return self._begun()

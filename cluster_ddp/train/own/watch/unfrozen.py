@@ -52,8 +52,8 @@ class Unfrozen:
             elif low != high:
                 raise TrainError(
                     f"{name} was frozen when it was put into DistributedDataParallel and is trained now: DDP does not "
-                    "sum its gradients, and each rank would train its own model. Make DDP while all is trained, "
-                    "with find_unused_parameters=True, and freeze layers after that"
+                    "sum its gradients, and each rank would train its own model. Wrap the model in DDP while all of it "
+                    "is trained, with find_unused_parameters=True, and freeze layers after that"
                 )
 
 
