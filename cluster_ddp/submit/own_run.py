@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster_ddp.launch.patience import PASSING_SECONDS, storage_error
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job, read_record
@@ -19,6 +21,8 @@ from cluster_ddp.run.runs import create_run, list_runs, runs_dir_of
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.start import SlurmStart, this_start
 from cluster_ddp.submit.base import as_program, check_writable, note_submitted
+
+_POLL_SECONDS = 1.0
 
 
 def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) -> RunDirectory:
@@ -40,13 +44,28 @@ def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) 
 
 def _made_by(job_id: str, runs_dir: Path) -> RunDirectory | None:
     """Return the newest run in which a Slurm job is noted."""
-    for run in reversed(list_runs(runs_dir)):
+    for run in reversed(_runs_in(runs_dir)):
         try:
             if job_id in read_record(run).slurm_job_ids:
                 return run
         except RunError:
             continue  # one damaged run must not hide the others
     return None
+
+
+def _runs_in(runs_dir: Path) -> list[RunDirectory]:
+    """List the runs, once storage lets them be listed; raises `RunError` if it does not for too long.
+
+    A run that is not seen would be made, and begun, a second time.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return list_runs(runs_dir)
+        except RunError as error:
+            if storage_error(error) is None or time.monotonic() - began > PASSING_SECONDS:
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 @as_program

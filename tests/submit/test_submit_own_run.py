@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,20 @@ def test_a_job_id_that_slurm_uses_again_is_another_job() -> None:
     old = run_of(0)
     new = run_of(0)
     assert new != old
+
+
+def test_a_folder_of_runs_that_cannot_be_listed_for_a_moment_hides_no_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, iterdir, stale = run_of(0), Path.iterdir, iter([True])
+
+    def listed(folder: Path) -> Iterator[Path]:
+        if folder == here / "runs" and next(stale, False):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+    assert run_of(1) == run
 
 
 def test_a_damaged_run_hides_no_other(here: Path) -> None:
