@@ -87,8 +87,8 @@ class ResumableLoader:
                 self._loop.leaving.early = left if self._first < len(self) else None
             self._is_open = False
             # A loop that only leaves the last epoch like this, at its last step, asks for more in the others.
-            decides = self._epoch + 1 < self._geometry.epochs or self._geometry.epochs == 1
-            if decides and self._first == len(self) and getattr(self._given(), "gi_frame", None) is not None:
+            is_decisive = self._epoch + 1 < self._geometry.epochs or self._geometry.epochs == 1
+            if is_decisive and self._first == len(self) and getattr(self._given(), "gi_frame", None) is not None:
                 self._taking.tell_of_counting()
             self._changed.end()
             self._epoch, self._first = self._epoch + 1, 0
