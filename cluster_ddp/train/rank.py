@@ -77,19 +77,21 @@ class RankProcess:
 def become_rank(world: World, attempt: AttemptDirectory | None) -> RankProcess:
     """Set this process up as a rank; with an attempt and a heartbeat, it writes its stacks when asked to.
 
-    It does so before anything else can fail, so that the rank can report why by its heartbeat. Signals are handled once
-    the caller has called `RankProcess.stop.install`.
+    It does so before anything else can fail, so that the rank can report why by its heartbeat. The job's own warning
+    signal is not known yet: the caller passes it to `RankProcess.stop.install`.
     """
     die_with_parent(number=signal.SIGTERM)
     _fork_between_threads()
     heartbeat = _open_heartbeat()
+    stop = StopSignals(heartbeat)
+    stop.install()
     slot = None
     if heartbeat is not None and world.local_rank < len(heartbeat.slots):
         slot = heartbeat.slots[world.local_rank]
         if slot.pid not in (0, os.getpid(), os.getppid()) and is_alive(slot.pid):
             raise _second(slot)
         slot.claim(rank=world.rank)
-    return RankProcess(StopSignals(heartbeat), Beat(slot), _register_stacks(world, heartbeat if attempt else None))
+    return RankProcess(stop, Beat(slot), _register_stacks(world, heartbeat if attempt else None))
 
 
 def _second(slot: RankSlot) -> TrainError:
