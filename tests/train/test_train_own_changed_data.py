@@ -38,6 +38,7 @@ class Graded(Images):
     def __init__(self) -> None:
         super().__init__()
         self.level, self.labels = 0.0, torch.zeros(18)
+        self.augments, self.is_read = True, False
         self.cache, self.transforms = torch.zeros(len(self), 2), [Noise()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -48,6 +49,7 @@ class Graded(Images):
 
     def _fill(self, index: int) -> None:
         self.cache[index] = index + 1
+        self.is_read = True
 
 
 def train(place: Path, kind: str) -> None:
@@ -83,6 +85,7 @@ def train(place: Path, kind: str) -> None:
                 list(DataLoader(data))
             elif kind == "data":
                 data.level += 0.1
+                data.augments = False
             elif kind == "transform":
                 data.transforms[0].strength += 0.1
             elif kind == "labels":
@@ -99,7 +102,7 @@ def train(place: Path, kind: str) -> None:
         ("read", []),
         ("loader with a generator", ["changes the generator that shuffles another DataLoader (of a Images),"]),
         ("before, with persistent workers", ["Graded.level has changed since the persistent workers began"]),
-        ("data", ["changes Graded.level,"]),
+        ("data", ["changes Graded.augments, Graded.level,"]),
         ("transform", ["changes Noise.strength,"]),
         ("labels", ["changes Graded.labels,"]),
         ("labels in steps", ["steps change Graded.labels,"]),

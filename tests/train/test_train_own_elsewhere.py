@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.elsewhere import Elsewhere
 from cluster_ddp.train.own.watch.saved import Saved
+from cluster_ddp.train.own.watch.schedulers import CountingSchedules
 
 
 class Trainer:
@@ -274,3 +278,87 @@ def test_a_meter_and_what_is_kept_otherwise_are_not_told() -> None:
     message = told(lambda meter, saver: meter.update(1.0), saver, meter=meter, saver=saver)
     assert "meter" not in message and "saver" not in message
     assert "['best']" not in told(lambda state: state, kept={"best": 0.0})
+
+
+def counts_in_a_list() -> Callable[[int], float]:
+    calls = [0]
+
+    def rate(_: int) -> float:
+        calls[0] += 1
+        return 0.9 ** calls[0]
+
+    return rate
+
+
+def counts_in_a_variable() -> Callable[[int], float]:
+    factor = 1.0
+
+    def rate(_: int) -> float:
+        nonlocal factor
+        factor = factor * 0.9
+        return factor
+
+    return rate
+
+
+def counts_in_an_iterator() -> Callable[[int], float]:
+    calls = itertools.count()
+    return lambda _: 0.9 ** next(calls)
+
+
+def counts_in_an_object() -> Callable[[int], float]:
+    class Schedule:
+        calls = 0
+
+        def rate(self, _: int) -> float:
+            self.calls += 1
+            return 0.9**self.calls
+
+    return Schedule().rate
+
+
+def counts_what_is_kept() -> Callable[[int], float]:
+    values = kept.KeptValues().add({"calls": 0})
+
+    def rate(_: int) -> float:
+        values.calls += 1
+        return float(0.9**values.calls)
+
+    return rate
+
+
+def remembers_what_it_gave() -> Callable[[int], float]:
+    given: dict[int, float] = {}
+
+    def rate(epoch: int) -> float:
+        factor = 1.0
+        for _ in range(epoch):
+            factor *= 0.9
+        given[epoch] = factor
+        return given[epoch]
+
+    return rate
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (counts_in_a_list, "calls"),
+        (counts_in_a_variable, "factor"),
+        (counts_in_an_iterator, "calls"),
+        (counts_in_an_object, "self.calls"),
+        (counts_what_is_kept, None),
+        (remembers_what_it_gave, None),
+        (lambda: lambda epoch: 0.9**epoch, None),
+    ],
+)
+def test_a_schedule_that_counts_its_own_calls_is_told(make: Any, name: str | None) -> None:
+    """Long before the scheduler is stepped, also where it is inside another."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = SequentialLR(optimizer, [ConstantLR(optimizer), LambdaLR(optimizer, make())], milestones=[2])
+    messages: list[str] = []
+    CountingSchedules(Saved([scheduler]), messages.append).second()
+    if name is None:
+        assert messages == []
+        return
+    assert len(messages) == 1 and f" each call of which changes {name} from its previous value" in messages[0]

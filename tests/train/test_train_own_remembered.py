@@ -352,6 +352,18 @@ def wraps_its_model(once: Any) -> None:
         model(batch).mean().backward()
 
 
+def loads_an_encoder_to_validate(once: Any, trains_it: bool = False) -> None:
+    """As the scripts of diffusers that free their text encoders during training."""
+    encoder: nn.Module = nn.Linear(4, 4)
+    for _ in range(2):
+        for batch in once():
+            (MODEL(encoder(batch)) if trains_it else MODEL(batch)).square().mean().backward()
+        if not trains_it:
+            encoder = nn.Linear(4, 4)
+            encoder(torch.rand(1, 4))
+            del encoder
+
+
 NOT_TOLD = [
     from_then_on,
     makes_a_mask_once,
@@ -364,6 +376,7 @@ NOT_TOLD = [
     moves_a_module,
     keeps_it,
     wraps_its_model,
+    loads_an_encoder_to_validate,
 ]
 
 

@@ -34,10 +34,11 @@ _OF_LIBRARIES = {"_valid_iterator_id", "_number_of_samples_yielded", "_shm_prefi
 class ChangedData:
     """Warns, once, if code after the batches changes numbers or labels in the data set, or what the samplers hold.
 
-    The transforms that the data set holds count as parts of it.
+    The transforms that the data set holds count as parts of it, and switches, such as ``augment = False``, as numbers.
 
     Labels are tensors and arrays of at most two dimensions; larger ones may be a cache, and so is what the data set
-    itself fills when it is read. It also warns if steps change such labels, for example the weights of a sampler.
+    itself fills, and the switches that it sets, when it is read. It also warns if steps change such labels, for example
+    the weights of a sampler.
 
     In the first epoch it also warns if that code uses another DataLoader that is shuffled by its own generator.
 
@@ -160,12 +161,12 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         for name, value in _attributes_of(part).items()
         if isinstance(value, kinds)
         and name not in _OF_LIBRARIES
-        and not (name in filled and (isinstance(value, _ARRAYS) or _is_transform(part)))
+        and not (name in filled and (isinstance(value, (bool, *_ARRAYS)) or _is_transform(part)))
     }
     return {
         f"{type(part).__name__}.{name}": fingerprint_of(value) if isinstance(value, _ARRAYS) else repr(value)
         for name, value in values.items()
-        if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
+        if getattr(value, "ndim", 0) <= _DIMENSIONS
     }
 
 

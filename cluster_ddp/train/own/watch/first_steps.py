@@ -27,7 +27,7 @@ from cluster_ddp.train.own.watch.queues import Queues
 from cluster_ddp.train.own.watch.remembered import Remembered
 from cluster_ddp.train.own.watch.rounds import Rounds
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
+from cluster_ddp.train.own.watch.schedulers import CountingSchedules, OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
 
@@ -105,6 +105,7 @@ def first_steps_of(
             OuterOptimizers(passed_in, tell),
             Queues(passed_in, loop.kept, tell),
             OtherSchedulers(passed_in.optimizers, others, tell),
+            CountingSchedules(saved, tell),
             BeforeBatches(passed_in, loop.kept, tell),
             Carried(loop.kept, tell),
             Counts(Saved(others, loop.kept), tell),

@@ -56,7 +56,7 @@ class Remembered:
     before they change.
 
     What is set again whenever the loop gets there is not reported: before it is used, once only if it is None, or in
-    ``if epoch >= 10:``. Nor is what is only printed.
+    ``if epoch >= 10:``. Nor is what is only printed, or what the loop deletes when it has used it.
 
     Parameters
     ----------
@@ -207,7 +207,8 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
         growing = {name for name in growing if type(_now(name, frame)) is int}
         varying = {name for node in (*text.loops, *inside) for name in assigned(node)} | set_here
         certain = {node for node in inside if isinstance(node, ast.If) and _holds_on(node, growing, varying)}
-        for name in sorted(set_here & names - assigned(loop)):
+        deleted = {name_of(part) for node in inside if isinstance(node, ast.Delete) for part in node.targets}
+        for name in sorted(set_here & names - assigned(loop) - deleted):
             nodes = [node for node, found in setting.items() if name in found]
             if is_gradient(name) or any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
                 continue

@@ -1,14 +1,22 @@
-"""Detects learning rate schedulers that are stepped but were not passed in."""
+"""Detects learning rate schedulers that were not passed in, and functions of schedulers that count their own calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ast
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import living, reachable
+from cluster_ddp.train.own.watch.saved import Saved
+from cluster_ddp.train.own.watch.syntax import added_to, assigned, is_of_library, is_read, name_of, tree_of_object
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 
@@ -54,3 +62,78 @@ class OtherSchedulers:
             if id(held) not in known
             and any(getattr(held, "optimizer", None) is optimizer for optimizer in self._optimizers)
         ]
+
+
+class CountingSchedules:
+    """Warns, after the second step, about functions from which schedulers get a rate and that count their own calls.
+
+    As in ``LambdaLR(optimizer, rate)``, where ``rate`` does ``calls[0] += 1``: a scheduler saves how often it was
+    stepped, but not the variables of such a function. Only the source is looked at, because most schedulers are stepped
+    after an epoch, when these steps are long over.
+
+    Parameters
+    ----------
+    saved
+        What is saved; the schedulers are among it.
+    warn
+        Called with the message.
+    """
+
+    def __init__(self, saved: Saved, warn: Callable[[str], None]) -> None:
+        self._saved, self._warn = saved, warn
+
+    def first(self) -> None:
+        """Does nothing: the source is looked at after the second step."""
+
+    def second(self) -> None:
+        """Call after the second step."""
+        inside = reachable((("", thing) for thing in self._saved.things), _DEPTH)
+        schedulers = [part for _, part in inside if isinstance(part, LRScheduler)]
+        for function in dict.fromkeys(part for scheduler in schedulers for part in _functions_of(scheduler)):
+            with contextlib.suppress(Exception):  # it has no source, or a variable without a value
+                found = {name for name, owner in _changed_by(function) if not self._is_saved(owner)}
+                if found:
+                    self._warn(
+                        f"a scheduler takes the learning rate from {function.__name__}(), each call of which changes "
+                        f"{', '.join(sorted(found))} from its previous value. No checkpoint contains that: it starts "
+                        "over after a resume, and the rates differ. Compute the rate from the number that the function "
+                        "is given, or count in an object of run.keep()"
+                    )
+
+    def _is_saved(self, owner: Any) -> bool:
+        is_passed_in = any(owner is thing for thing in self._saved.things)
+        return isinstance(owner, (Kept, nn.Module)) or is_passed_in or self._saved.keeps(owner)
+
+
+def _functions_of(scheduler: LRScheduler) -> Iterator[Any]:
+    """The functions of the program that a scheduler holds."""
+    for value in vars(scheduler).values():
+        for part in value if isinstance(value, list) else [value]:
+            part = part.func if isinstance(part, functools.partial) else part
+            if (inspect.isfunction(part) or inspect.ismethod(part)) and not is_of_library(part.__code__.co_filename):
+                yield part
+
+
+def _changed_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function changes by its previous value and has from outside, such as ``calls[0]``, with what holds it."""
+    code, around = function.__code__, inspect.getclosurevars(function)
+    outside = {name: value for name, value in around.globals.items() if name not in code.co_varnames}
+    outside |= around.nonlocals
+    if inspect.ismethod(function):
+        outside[code.co_varnames[0]] = function.__self__
+    for node in ast.walk(tree_of_object(function)):
+        for name in _built_on_itself(node):
+            first = name.partition(".")[0].partition("[")[0]
+            if first in outside:
+                yield name, outside[first]
+
+
+def _built_on_itself(node: ast.AST) -> set[str]:
+    """What this sets to a value computed from the previous one, or takes the next item of."""
+    if isinstance(node, ast.Call) and name_of(node.func) == "next":
+        return {name for part in node.args[:1] if (name := name_of(part)) is not None}
+    names = set() if isinstance(node, ast.Expr) else assigned(node) | added_to(node)
+    if isinstance(node, ast.AugAssign):
+        return names
+    value = getattr(node, "value", None)
+    return {name for name in names if value is not None and any(is_read(part, name) for part in ast.walk(value))}
