@@ -23,6 +23,14 @@ KINDS = {
 }
 
 
+# The Trainer's or fit's own settings, by what the refusal calls them.
+SETTINGS = {
+    "takes one training DataLoader, and there are 2: let one data set provide all samples": {"several": True},
+    "reload_dataloaders_every_n_epochs exactly: leave it out": {"ends": {"reload_dataloaders_every_n_epochs": 1}},
+    "give the Trainer max_epochs or max_steps": {"ends": {"max_epochs": -1}},
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
     pytest.importorskip("lightning")  # not above: collecting would import it in each worker
@@ -37,6 +45,7 @@ def fit(
     ends: dict[str, Any] | None = None,
     *,
     seed: int = 1,
+    several: bool = False,
     **settings: Any,
 ) -> tuple[str | None, int]:
     """The weights that an attempt ends with, None when it was stopped or refused, and the batches that it validates.
@@ -45,6 +54,8 @@ def fit(
     ----------
     ends
         When training ends and is validated.
+    several
+        Whether there are two training DataLoaders.
     """
     import lightning as L
     from lightning.pytorch import callbacks
@@ -103,7 +114,7 @@ def fit(
         callbacks=[made(**settings), Count(), ResumeExactly()],
     )  # fmt: skip
     try:
-        trainer.fit(model, train, DataLoader(data, 8))
+        trainer.fit(model, {"a": train, "b": train} if several else train, DataLoader(data, 8))
     except SystemExit:
         return None, len(validated)
     return digest(model), len(validated)
@@ -158,17 +169,19 @@ def test_other_data_at_a_resume_are_refused(tmp_path: Path) -> None:
 
 def refused(folder: Path) -> list[str]:
     found = []
-    for kind, (settings, _) in KINDS.items():
-        run = new_run(folder / kind)
-        assert fit(run.path, 0, None, kind, **settings) == (None, 0)
+    ways = [{"kind": kind, **settings} for kind, (settings, _) in KINDS.items()]
+    for number, how in enumerate([*ways, *({"kind": "Timer", **how} for how in SETTINGS.values())]):
+        run = new_run(folder / str(number))
+        assert fit(run.path, 0, None, **how) == (None, 0)
         found.append(failure(run))
     return found
 
 
-def test_callbacks_that_change_what_a_step_is_are_refused_at_once(tmp_path: Path) -> None:
+def test_what_cannot_be_exact_is_refused_at_once(tmp_path: Path) -> None:
     (found,) = run_ranks(refused, 1, tmp_path)
-    for error, (kind, (_, remedy)) in zip(found, KINDS.items(), strict=True):
-        assert f"the callback {kind} exactly: {remedy}" in error
+    messages = [f"the callback {kind} exactly: {remedy}" for kind, (_, remedy) in KINDS.items()]
+    for error, message in zip(found, [*messages, *SETTINGS], strict=True):
+        assert message in error
 
 
 UNCHANGED = """

@@ -117,42 +117,55 @@ def test_changes_after_the_batches_are_reported_once(kind: str, what: list[str],
     assert [part in message for part, message in zip(what, messages, strict=True)] == [True] * len(what)
 
 
-def adds(place: Path, attempt: int, *, by_epoch: bool) -> None:
-    """A loop that makes its data harder before the batches of each epoch; stopped in the second."""
+def sets(place: Path, attempt: int, how: str, at: tuple[int, int]) -> None:
+    """A loop that sets something in its data before the batches of each epoch, or of one; stopped in one of them."""
     begin_attempt(place, attempt)
     with contextlib.suppress(SystemExit), join_run() as run:
         model, data = model_of(), Graded()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = run.resumable(DataLoader(data, batch_size=11), model=model, optimizer=optimizer, epochs=2)
+        loader = run.resumable(DataLoader(data, batch_size=11), model=model, optimizer=optimizer, epochs=3)
         for epoch in loader.epochs():
-            data.level = 0.1 * epoch if by_epoch else data.level + 0.1
+            if how == "in one epoch":
+                data.augments = data.augments and epoch != 1
+            else:
+                data.level = 0.1 * epoch if how == "by epoch" else data.level + 0.1
             for number, (inputs, labels) in loader.enumerate():
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs + data.level), labels).backward()
                 optimizer.step()
-                if (attempt, epoch, number) == (0, 1, 1):
+                if (attempt, epoch, number) == (0, *at):
                     interrupt("stop")
 
 
-def twice(place: Path, *, by_epoch: bool) -> None:
+def twice(place: Path, how: str, at: tuple[int, int]) -> None:
     for attempt in range(2):
-        adds(place, attempt, by_epoch=by_epoch)
+        sets(place, attempt, how, at)
 
 
-@pytest.mark.parametrize("by_epoch", [True, False])
-def test_a_resume_at_which_the_data_are_set_otherwise_is_told(by_epoch: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "at", "what"),
+    [
+        ("by epoch", (1, 1), []),
+        ("by epoch", (1, 3), []),
+        ("anew", (1, 1), ["Graded.level is not what it was when the batches of this epoch"]),
+        ("in one epoch", (1, 3), ["Graded.augments is not what it was when the batches of the previous epoch"]),
+    ],
+)
+def test_a_resume_at_which_the_data_are_set_otherwise_is_told(
+    how: str, at: tuple[int, int], what: list[str], tmp_path: Path
+) -> None:
     run = new_run(tmp_path)
-    run_ranks(twice, 1, run.path, by_epoch=by_epoch)
-    assert [message.split(" when")[0] for message in told(run)] == ["Graded.level is not what it was"] * (not by_epoch)
+    run_ranks(twice, 1, run.path, how, at)
+    assert [message.split(" began")[0] for message in told(run)] == what
 
 
 def test_what_the_data_pipes_of_torch_count_themselves_is_not_told() -> None:
     messages: list[str] = []
     pipe = IterableWrapper(range(8)).shuffle()
     changed = ChangedData(pipe, [], messages.append)
-    was = changed.compare(None)
+    was = changed.compare(None, is_within=False)
     assert len(list(pipe)) == 8
-    changed.compare(was)
+    changed.compare(was, is_within=True)
     assert messages == []
 
 

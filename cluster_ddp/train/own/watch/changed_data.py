@@ -64,6 +64,7 @@ class ChangedData:
         self._copied: dict[str, Any] | None = None
         self._others: list[Any] | None = None
         self._has_warned = False
+        self._fresh = self._now()  # before the program's loop has set anything in this attempt
 
     def begin(self) -> None:
         """Call after the batches of an epoch."""
@@ -95,21 +96,27 @@ class ChangedData:
                 "Set it before the batches, from the number of the epoch or from what run.keep() keeps"
             )
 
-    def compare(self, was: dict[str, Any] | None) -> dict[str, Any]:
+    def compare(self, was: dict[str, Any] | None, *, is_within: bool) -> dict[str, Any]:
         """Call when the batches of an epoch begin, on all ranks; returns rank 0's current values.
 
         Parameters
         ----------
         was
-            The values when these batches began before the resume; None if they begin for the first time.
+            The values when the last batches began, before a resume or in this attempt; None if none have begun.
+        is_within
+            Whether those were the batches of this epoch, which is resumed in the middle. If not, values may be others
+            now, but what the loop had set should not be as the program begins again.
         """
         now: dict[str, Any] = broadcast_object(self._now())
+        fresh, self._fresh = self._fresh, {}
         if self._has_copies:
             self._tell_copies()
         self._begun = {} if self._has_warned else self._now(_ARRAYS)
-        if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
+        both = () if was is None else sorted(name for name in was.keys() & now.keys() if was[name] != now[name])
+        if changed := [name for name in both if is_within or fresh.get(name) == now[name]]:
+            which = "this" if is_within else "the previous"
             self._warn(
-                f"{', '.join(changed)} is not what it was when the batches of this epoch began before this resume, "
+                f"{', '.join(changed)} is not what it was when the batches of {which} epoch began before this resume, "
                 "which is exact only if no sample depends on it: the code before the batches runs again for this "
                 "epoch, but not for the earlier ones. Set it there, from the number of the epoch or from what "
                 "run.keep() keeps"
