@@ -132,7 +132,8 @@ def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any])
     [
         ([3], {"learning_rate": 1e-3, "eval_on_start": True}),
         ([8, 24], {"learning_rate": 1e-3, "load_best_model_at_end": True, "save_total_limit": 2}),
-        ([6], {"learning_rate": 30.0, "patience": 2}),  # it ends there, by EarlyStoppingCallback
+        # It ends there, by EarlyStoppingCallback, with the weights of an earlier step.
+        ([6], {"learning_rate": 30.0, "patience": 2, "load_best_model_at_end": True}),
     ],
     ids=["within an epoch", "after an epoch and the last step", "at an early end"],
 )
