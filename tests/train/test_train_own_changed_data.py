@@ -148,6 +148,7 @@ def twice(place: Path, how: str, at: tuple[int, int]) -> None:
         ("by epoch", (1, 1), []),
         ("by epoch", (1, 3), []),
         ("anew", (1, 1), ["Graded.level is not what it was when the batches of this epoch"]),
+        ("anew", (1, 3), ["Graded.level is not what it was when the batches of the previous epoch"]),
         ("in one epoch", (1, 3), ["Graded.augments is not what it was when the batches of the previous epoch"]),
     ],
 )
@@ -163,9 +164,9 @@ def test_what_the_data_pipes_of_torch_count_themselves_is_not_told() -> None:
     messages: list[str] = []
     pipe = IterableWrapper(range(8)).shuffle()
     changed = ChangedData(pipe, [], messages.append)
-    was = changed.compare(None, is_within=False)
+    was = changed.compare(None, None, is_within=False)
     assert len(list(pipe)) == 8
-    changed.compare(was, is_within=True)
+    changed.compare(was, was, is_within=True)
     assert messages == []
 
 

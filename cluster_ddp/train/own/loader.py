@@ -127,7 +127,10 @@ class ResumableLoader:
         left = range(self._first, length)
         self._is_through = True
         self._taking.begin()
-        self._loop.data_numbers = self._changed.compare(self._loop.data_numbers, is_within=first > 0)
+        self._loop.data_numbers = self._changed.compare(
+            self._loop.data_numbers, self._loop.first_numbers, is_within=first > 0
+        )
+        self._loop.first_numbers = self._loop.first_numbers or self._loop.data_numbers
         batches = self._batches.begin(self._epoch, self._first) if left else _none()
         with contextlib.closing(batches):
             for number in left:

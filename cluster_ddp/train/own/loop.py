@@ -78,8 +78,8 @@ class Loop:
         Whether the restored checkpoint was saved at the end of the block, so that there is nothing left to do.
     data
         Checks that the data are those with which the checkpoint was saved.
-    data_numbers
-        The numbers in the data set and its sampler when the batches of this epoch began; see `ChangedData`.
+    data_numbers, first_numbers
+        The numbers in the data and its sampler when this epoch's batches began, and the run's first; see `ChangedData`.
     generators
         Random generators held by the models themselves, seeded along with the global ones.
     kept
@@ -121,6 +121,7 @@ class Loop:
         self.batches = 0
         self.data = SameData(self.warn)
         self.data_numbers: dict[str, Any] | None = None
+        self.first_numbers: dict[str, Any] | None = None
         self.is_closed = self.is_over = self.left_for_stop = False
         self._is_finished = False  # the block has reached its end
         self._is_dirty = False  # something may have changed since the state was saved or restored
@@ -164,6 +165,7 @@ class Loop:
             "rows": self.data.rows,
             "deal": None if self._deal is None else asdict(self._deal),
             "numbers": self.data_numbers,
+            "first numbers": self.first_numbers,
             "closed": self.is_closed,
             "finished": self._is_finished,
             "kept": self.kept.by_rank,
@@ -195,6 +197,7 @@ class Loop:
         self.data.first, self.data.rows = state.get("data"), state.get("rows")
         if state["geometry"].get("world") == self._session.world.world_size:  # else the batch size has to be different
             self.data_numbers = state.get("numbers")
+            self.first_numbers = state.get("first numbers")
         total = self._geometry.total
         if total < state["total"]:
             self.warn(

@@ -64,7 +64,7 @@ class ChangedData:
         self._copied: dict[str, Any] | None = None
         self._others: list[Any] | None = None
         self._has_warned = False
-        self._fresh = self._now()  # before the program's loop has set anything in this attempt
+        self._has_begun = False
 
     def begin(self) -> None:
         """Call after the batches of an epoch."""
@@ -96,24 +96,29 @@ class ChangedData:
                 "Set it before the batches, from the number of the epoch or from what run.keep() keeps"
             )
 
-    def compare(self, was: dict[str, Any] | None, *, is_within: bool) -> dict[str, Any]:
+    def compare(
+        self, was: dict[str, Any] | None, at_first: dict[str, Any] | None, *, is_within: bool
+    ) -> dict[str, Any]:
         """Call when the batches of an epoch begin, on all ranks; returns rank 0's current values.
 
         Parameters
         ----------
         was
             The values when the last batches began, before a resume or in this attempt; None if none have begun.
+        at_first
+            The values when the first batches of the run began.
         is_within
-            Whether those were the batches of this epoch, which is resumed in the middle. If not, values may be others
-            now, but what the loop had set should not be as the program begins again.
+            Whether `was` is of this epoch, which is resumed in the middle. If not, values may have changed since, but
+            in the first epoch of a resume they should not be those of the run's first epoch again.
         """
         now: dict[str, Any] = broadcast_object(self._now())
-        fresh, self._fresh = self._fresh, {}
+        has_begun, self._has_begun = self._has_begun, True
+        again = at_first if at_first is not None and not has_begun else {}
         if self._has_copies:
             self._tell_copies()
         self._begun = {} if self._has_warned else self._now(_ARRAYS)
         both = () if was is None else sorted(name for name in was.keys() & now.keys() if was[name] != now[name])
-        if changed := [name for name in both if is_within or fresh.get(name) == now[name]]:
+        if changed := [name for name in both if is_within or again.get(name) == now[name]]:
             which = "this" if is_within else "the previous"
             self._warn(
                 f"{', '.join(changed)} is not what it was when the batches of {which} epoch began before this resume, "
