@@ -185,6 +185,7 @@ class MapBatches:
     def enter(self, epoch: int, first: int = 0) -> None:
         """Make the next pass that of this epoch, starting at batch `first`; its batches are for this thread."""
         self._keys.epoch, self._keys.first, self._keys.is_read = epoch, first, False
+        self._copy.begin()
         self._seen.taken_in = os.getpid(), threading.get_ident()
 
     def checked(self, batch: Any) -> Any:
@@ -197,6 +198,7 @@ class MapBatches:
         """
         if isinstance(batch, DataError):
             raise batch
+        self._copy.note_workers()
         if not self._keys.is_read:
             raise TrainError(
                 f"the {type(self._copy.inner).__name__} gives batches without asking its sampler, so no resume "

@@ -52,6 +52,7 @@ class LoaderCopy:
         # Persistent workers that the program has already used hold its data set; they exit when it drops them.
         self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn), _iterator=None)
         self._workers: list[BaseProcess] = []
+        self._before: set[BaseProcess] = set()
 
     def put(self, **parts: Any) -> None:
         """Replace attributes; DataLoader itself forbids this after construction."""
@@ -61,32 +62,39 @@ class LoaderCopy:
     def __iter__(self) -> Generator[Any, None, None]:
         if self.inner.num_workers:
             protect_fork_server(self.inner.multiprocessing_context)
-        before = set(multiprocessing.active_children())
+        self.begin()
         with collecting_no_garbage():
             batches = iter(self.loader)
-        self._note_workers(before)
+        self.note_workers()
         try:
             for batch in batches:
-                self._note_workers(before)  # a wrapper may have started them only now
+                self.note_workers()  # a wrapper may have started them only now
                 yield batch
         except RuntimeError as error:
             tell_how_they_ended(error, self._workers)
             raise
         finally:
-            self._note_workers(before)
+            self.note_workers()
             del batches
             if not self.inner.persistent_workers:
                 self.close()
+
+    def begin(self) -> None:
+        """Call before a pass over `loader`, whoever makes it."""
+        self._before = set(multiprocessing.active_children())
+        if not self.inner.persistent_workers:
+            self._workers = []
+
+    def note_workers(self) -> None:
+        """Call during a pass, so that `close` stops its workers."""
+        if self.inner.num_workers and not self._workers:
+            self._workers = [child for child in multiprocessing.active_children() if child not in self._before]
 
     def close(self) -> None:
         """Stop the workers: they ignore the signal torch would send, and a process waits for its children on exit."""
         object.__setattr__(self.inner, "_iterator", None)
         see_off(self._workers)
         self._workers = []
-
-    def _note_workers(self, before: set[Any]) -> None:
-        if self.inner.num_workers and not self._workers:
-            self._workers = [child for child in multiprocessing.active_children() if child not in before]
 
 
 def _is_endless(loader: DataLoader[Any]) -> bool:
