@@ -151,8 +151,9 @@ if ! $queued && [[ ! $ends ]]; then
 fi
 words=${reason//\\/\\\\}
 words=${words//\"/\\\"}
-printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-    "$(printf '%(%s)T' -1)" "$task" "${SLURM_RESTART_COUNT:-0}" \
+# Without a subshell, which Slurm's SIGTERM would end: it comes as soon as a requeue is accepted
+printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
+    -1 "$task" "${SLURM_RESTART_COUNT:-0}" \
     "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
     >>"$said"
 

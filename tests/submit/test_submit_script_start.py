@@ -213,6 +213,21 @@ def test_what_is_known_of_a_bad_host_survives_the_end_that_an_accepted_requeue_b
     assert stage.said_by_script().count('"queued": true') == 2
 
 
+def test_the_end_that_an_accepted_requeue_brings_does_not_spoil_what_is_told(stage: Stage) -> None:
+    """The SIGTERM hit whatever else the script had started: its event had no time, so nobody could read it."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    storm = "trap '' TERM; while [[ -e /proc/$$ ]]; do :; done; for _ in {1..9999}; do kill -TERM -- -$group; done"
+    of_script = "read -r _ _ _ script _ </proc/$PPID/stat; read -r _ _ _ _ group _ </proc/$script/stat"
+    accepted = f"{of_script}; ({storm}) >/dev/null 2>&1 &"
+    stage.program("scontrol", f"[[ $1 != requeue ]] || {{ {accepted} }}\n{usual}")
+    stage.does(**{"python.sh": "exit 127"})
+    stage.program("sleep", "exit 0")
+    script = stage.write()
+    for restart in range(3):  # it does not hit each time
+        stage.perform(script, SLURM_RESTART_COUNT=str(restart))
+    assert [event["restart_count"] for event in read_events(RunDirectory(stage.run))] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("slept", [True, False])
 def test_a_failed_start_is_queued_again_at_once_when_its_end_is_near(stage: Stage, slept: bool) -> None:
     """A SIGTERM to this script alone, as `scancel --batch` sends it, is not slept through."""
