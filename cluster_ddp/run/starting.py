@@ -105,12 +105,12 @@ def failed_before(facts: Facts, job_id: str) -> str | None:
 
 
 def waits_for(facts: Facts, job_id: str) -> str | None:
-    """Return what keeps a running job from training; None once its ranks train, or if unknown."""
+    """Return what keeps a running job from training; None once its ranks train or have ended, or if unknown."""
     history, last = facts.history, facts.history.current_attempt
     if last is None or last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, events.REQUEUED):
         what = "still in Slurm's prolog, in launch.setup, starting Python or waiting for storage"
         return f"starting: no attempt yet, {what} {facts.see_output(job_id)}"
-    if last.nodes is None or history.of_attempt(last.number, events.STARTED, events.RESUMED):
+    if last.nodes is None or last.ended is not None or history.of_attempt(last.number, events.STARTED, events.RESUMED):
         return None
     nodes = {event.get("node"): event for event in history.of_attempt(last.number, events.NODE_STARTED)}
     if (up := len(nodes)) >= last.nodes:

@@ -45,7 +45,9 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
 def _waiting(outcome: AttemptOutcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
     """Return state and reason of a run in the queue: why it was requeued, and what Slurm says it is waiting for."""
     said = in_words(job.reason)
-    if job.starts is not None:
+    if job.state == "CONFIGURING" and said is None:
+        said = "Slurm starts its nodes, which have been powered down, or reboots them (CONFIGURING)"
+    elif job.starts is not None:
         said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
     state, why = (RunState.PENDING, failed) if outcome is None else (RunState.REQUEUED, failed or outcome.why)
     if why is None:
@@ -79,8 +81,8 @@ def _without_slurm(facts: Facts) -> tuple[RunState, str | None]:
 
 
 def _stopping(history: History) -> str | None:
-    request, over = history.stop_request, history.last is None or history.last.ended is not None
-    return f"stopping: {request.reason}" if request is not None and not over else None
+    last, request = history.current_attempt, history.stop_request
+    return f"stopping: {request.reason}" if request is not None and last is not None and last.ended is None else None
 
 
 def _no_attempt_may_follow(history: History) -> bool:

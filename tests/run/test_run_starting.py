@@ -8,6 +8,7 @@ from run_builders import begin, begin_dead, conclude, limited, slurm_job
 
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.condense import conclude as conclude_and_digest
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.status import describe
@@ -43,6 +44,15 @@ def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before
     assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt yet")
 
 
+def test_a_resume_of_a_run_that_could_not_be_requeued_is_told_as_starting(run: RunDirectory, say: Say) -> None:
+    attempt = begin_dead(run, slurm_job_id="6")
+    request_stop(attempt, reason="time-limit", by="the keeper")
+    say("requeue-failed", 0, reason="Requested operation is presently disabled")
+    request_resume(run, by="me")
+    add_slurm_job(run, "7")
+    assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt yet")
+
+
 def test_the_next_job_of_a_chain_whose_node_has_failed_is_told_as_starting(run: RunDirectory, say: Say) -> None:
     begin_dead(run, slurm_job_id="6")
     say("started", 0, step=0, world_size=2)
@@ -60,6 +70,24 @@ def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirecto
     assert told(run, "RUNNING")[1] == "starting: all nodes have started, but their ranks do not train yet"
     say("started", 0, step=0, world_size=2)
     assert told(run, "RUNNING")[1] is None
+
+
+def test_a_stopped_script_whose_job_is_still_ending_is_not_told_as_starting_again(run: RunDirectory, say: Say) -> None:
+    attempt = begin(run, slurm_job_id="7", nodes=2)
+    for node in range(2):
+        say("node-started", 0, node=node, host=f"n{node}", script=True)
+    request_stop(attempt, reason="person", by="me")
+    assert told(run, "RUNNING") == ("RUNNING", "stopping: person")
+    for node in range(2):
+        say("node-finished", 0, node=node, host=f"n{node}", outcome="stopped")
+    conclude_and_digest(attempt)  # which keeps the start of one node
+    assert told(run, "RUNNING") == ("RUNNING", None)
+
+
+def test_nodes_that_slurm_has_to_start_first_are_told(run: RunDirectory) -> None:
+    add_slurm_job(run, "7")
+    state, reason = told(run, "CONFIGURING")
+    assert state == "PENDING" and str(reason).startswith("Slurm starts its nodes, which have been powered down")
 
 
 def test_a_start_that_failed_is_told_while_the_next_one_waits(run: RunDirectory, say: Say) -> None:
