@@ -76,7 +76,7 @@ class SbatchSubmission:
                 raise
             add_slurm_job(run, job_id)
             job_ids.append(job_id)
-            after = (job_id,)
+            after = tuple(job_ids)  # all: the one before may be cancelled, or started too early, while another trains
         return job_ids[0]
 
 

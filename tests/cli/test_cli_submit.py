@@ -183,13 +183,14 @@ def test_a_broken_setup_line_is_found_before_the_queue(call: Call, here: Path, s
     assert not (here / "runs").exists()
 
 
-def test_a_chain_waits_for_the_one_before(call: Call, here: Path, slurm: Slurm) -> None:
+def test_each_job_of_a_chain_waits_for_all_before_it(call: Call, here: Path, slurm: Slurm) -> None:
+    """If it waited for the one before alone, and somebody cancelled that one, it would start in vain."""
     said = call("submit", "job.yaml", "--chain", "3", "--json")
     assert json.loads(said.out)["slurm_job_id"] == "101"
     first, second, third = slurm.submissions()
     assert not [word for word in first if word.startswith("--dependency")]
     assert "--dependency=afterany:101" in second
-    assert "--dependency=afterany:102" in third
+    assert "--dependency=afterany:101:102" in third
     assert {words[-1] for words in (first, second, third)} == {str(only_run(here).path)}
     assert read_record(only_run(here)).slurm_job_ids == ("101", "102", "103")
 
