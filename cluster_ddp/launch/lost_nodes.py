@@ -14,6 +14,8 @@ from cluster_ddp.run.events import (
     NODE_TAKEN,
     RANK_FAILED,
     REQUEUED,
+    RESUMED,
+    STARTED,
     STOP_REQUESTED,
     EventWriter,
 )
@@ -93,19 +95,25 @@ def record_failed_nodes(
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
+    is_known = False
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
-        _record_killed_node(history, attempt, writer, start, job_step)
+        is_known = _record_killed_node(history, attempt, writer, start, job_step)
     for node in job_step.lost:
         record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
     spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
     if job_step.lost or len(spoke) >= start.nodes:
         return
     failures = reversed(job_step.output.failures())  # so that the first message of a host counts
-    failed = {short_name(task.host): task.describe() for task in failures}
+    failed = {host: task.describe() for task in failures if (host := short_name(task.host)) not in spoke}
     if job_step.unstarted:
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
-    if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
-        failed = dict.fromkeys(hosts, "it never reported that it had started")
+    trained = bool(history.of_attempt(attempt.number, STARTED, RESUMED))  # on all nodes
+    what = "its node program could not record that it had started" if trained else "its node program did not start"
+    if not failed and spoke and spoke <= set(hosts):
+        if trained:
+            failed = dict.fromkeys(hosts, "see whether the runs folder is full or read-only there")
+        elif not is_known and not _explained(history, attempt.number):
+            failed = dict.fromkeys(hosts, "it never reported that it had started")
     own_error = job_step.output.own_error or ""
     lacks_files = not spoke and bool(TOO_MANY_FILES.search(own_error))
     if lacks_files:  # srun itself, on the batch host: the nodes that it could not reach are not to blame
@@ -118,7 +126,7 @@ def record_failed_nodes(
             error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
     for host in sorted(failed.keys() - spoke):
-        error = f"its node program did not start: {failed[host]}"
+        error = f"{what}: {failed[host]}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
 
 
@@ -144,34 +152,37 @@ def _silent(history: History, number: int) -> dict[str, Event]:
 
 def _record_killed_node(
     history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, job_step: RunningJobStep
-) -> None:
+) -> bool:
     """Record the node whose program was the first to end without signing off, or to which srun lost its connection.
+
+    Returns whether there is one.
 
     Either a signal ended it or an error of its own; the latter may be caused by storage that fails everywhere, so the
     node is not suspected then.
     """
     first, request = job_step.output.first_to_end(), read_stop(attempt)
     if job_step.lost or (request is not None and request.reason in FINAL_REASONS):
-        return
+        return False
     node = job_step.output.cut_off
     if node is not None and node < len(start.hosts):  # srun then kills all the others, which are not to blame
         error = "srun lost its connection to it, and ended the job step: its network, or slurmstepd there"
         writer.write(NODE_FAILED, attempt=attempt.number, node=node, host=start.hosts[node], error=error, suspect=True)
-        return
+        return True
     if first is None:
-        return
+        return False
     nodes = {
         event["event"]: event.get("node")
         for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FINISHED, NODE_FAILED, NODE_LOST)
         if short_name(event.get("host")) == short_name(first.host)
     }
     if nodes.keys() != {NODE_STARTED}:
-        return
+        return False
     error = f"its node program ended without signing off: {first.describe()}"
     if first.by_signal:
         error = f"its node program was killed from outside, for example because memory ran out (srun: {first.how})"
     rank, suspect = nodes[NODE_STARTED], first.by_signal
     writer.write(NODE_FAILED, attempt=attempt.number, node=rank, host=first.host, error=error, suspect=suspect)
+    return True
 
 
 def _explained(history: History, number: int) -> bool:

@@ -153,6 +153,19 @@ def test_a_node_that_others_waited_for_is_named(fresh: RunDirectory) -> None:
     assert [host for host, _ in recorded(fresh, Ended())] == ["n2"]
 
 
+@pytest.mark.parametrize("event", ["node-finished", "rank-failed"])
+def test_a_node_that_trained_and_could_record_nothing_is_named(fresh: RunDirectory, event: str) -> None:
+    """The runs folder was full there. Nobody was named where srun told first of the node that ended because of it."""
+    attempts(fresh, 1)
+    for node in ("n1", "n3"):
+        happened(fresh, "node-started", 0, host=node)
+    happened(fresh, "started", 0, step=0, world_size=3)
+    happened(fresh, event, 0, host="n1", rank=0, error="the checkpoint could not be written", cause="outside")
+    lines = ("srun: error: n1: task 0: Exited with exit code 1", "srun: error: n2: task 1: Terminated")
+    ((host, error),) = [told for told in recorded(fresh, Ended(*lines)) if told[0] != "n1"]
+    assert host == "n2" and error.startswith("its node program could not record that it had started: see")
+
+
 @pytest.mark.parametrize("reason", ["preemption", "terminated", "cancel"])
 def test_a_stop_before_all_had_come_up_is_nobodys_fault(fresh: RunDirectory, reason: str) -> None:
     attempts(fresh, 1)
