@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import small_job
-from fault_harms import BAD, Harm, Scene
+from fault_harms import BAD, Harm, Scene, warn
 
 ODD_SETUP = (
     "set -e",
@@ -66,6 +68,30 @@ def next_of_chain(strike: Harm) -> Harm:
     return in_chain
 
 
+def start_too_early(scene: Scene, job: int) -> None:
+    """Take a job's dependency away: it starts at once."""
+    scene.cluster.run("scontrol", "update", f"JobId={job}", "Dependency=")
+
+
+def cancel(scene: Scene, job: int) -> None:
+    scene.cluster.cancel(job)
+
+
+def without_second_of_chain(lose: Callable[[Scene, int], None]) -> Harm:
+    """Lose the second job of a chain while the first trains, which then ends; the third sees the run to its end."""
+
+    def strike(scene: Scene) -> None:
+        first = scene.run.job
+        lose(scene, first + 1)
+        scene.wait(lambda: first + 1 not in scene.cluster.queue(), "the second job of the chain is over")
+        time.sleep(3)
+        assert sorted(scene.cluster.queue()) == [first, first + 2], scene.run.story()
+        next_of_chain(warn)(scene)
+        scene.run.job = first + 2
+
+    return strike
+
+
 def submit_one_that_fails(scene: Scene) -> None:
     """Submit a run that fails, for another to come after."""
     (folder := scene.folder / "first").mkdir()
@@ -77,6 +103,13 @@ def slow_down_scontrol(scene: Scene) -> None:
     """Leave a scontrol in the folder's bin that takes as long as on a busy site."""
     real = shutil.which("scontrol", path=scene.cluster.env["PATH"])
     _program(scene, "scontrol", f'sleep {_SLOW_SECONDS}\nexec {real} "$@"')
+
+
+def stop_first_srun(scene: Scene) -> None:
+    """Leave an srun in the folder's bin that stops itself the first time that it is to start the nodes."""
+    real = shutil.which("srun", path=scene.cluster.env["PATH"])
+    first = "[[ $* != *launch.node* || -e FOLDER/struck ]] || { touch FOLDER/struck; kill -STOP $$; }"
+    _program(scene, "srun", f'{first}\nexec {real} "$@"')
 
 
 def lose_image(scene: Scene) -> None:

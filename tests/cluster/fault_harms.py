@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,16 +13,17 @@ from typing import Any
 from chaos_faults import FAULTS, Strike
 from chaos_faults import Scene as ChaosScene
 from same_training import checkpoints
-from slurm_cluster import SlurmCluster
+from slurm_cluster import CHECKOUT, SlurmCluster
 from training_job import TrainingJob
 
 from cluster_ddp.launch.ports import job_port
 
-BAD = "node2"
-"""Where harm is done before a run begins. Slurm gives a job of two nodes the first two."""
+FIRST, BAD = "node1", "node2"
+"""The batch host, and where harm is done before a run begins. Slurm gives a job of two nodes the first two."""
+KEEPER = r"cluster_ddp\.launch\.keeper|submitit\.core\._submit"
 EVERY_STEPS = 10
 STRUCK_AT = 12
-_CONTROLLER_AWAY_SECONDS = 30.0
+_CONTROLLER_AWAY_SECONDS = 120.0  # as in an ordinary failover (SlurmctldTimeout)
 _SUSPENDED_SECONDS = 15.0
 _MEMORY_BYTES = 1 << 30
 
@@ -53,7 +55,11 @@ class Scene:
     names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.names |= {"FOLDER": str(self.folder), "PYTHON": str(Path(sys.executable).parent)}
+        self.names |= {
+            "FOLDER": str(self.folder),
+            "PYTHON": str(Path(sys.executable).parent),
+            "PACKAGE": str(CHECKOUT / "cluster_ddp"),
+        }
 
     def named(self, words: str) -> str:
         for name, meant in self.names.items():
@@ -124,6 +130,53 @@ def processes(pattern: str, node: int) -> Harm:
             scene.cluster.kill(process)
 
     return strike
+
+
+def stop_keeper(scene: Scene) -> None:
+    """Stop it, kill a rank, ask when the nodes have ended what `status` would say minutes later, and continue it."""
+    cluster, host = scene.cluster, scene.host(0)
+    keepers = cluster.processes(host, KEEPER)
+    assert keepers
+    for keeper in keepers:
+        cluster.kill(keeper, signal.SIGSTOP)
+    for rank in cluster.ranks(scene.host(1)).values():
+        cluster.kill(rank)
+    scene.wait(lambda: not list((scene.run.run / "attempts/000").glob("node-*.alive")), "both nodes have ended")
+    status = scene.run.status(later=150)
+    assert status["state"] == "RUNNING", status
+    scene.said.append(status["reason"] or "")
+    for keeper in keepers:
+        cluster.kill(keeper, signal.SIGCONT)
+
+
+def kill_batch_slurmstepd(scene: Scene) -> None:
+    """Let the run complete after it, and end the job as `status` says minutes later."""
+    processes(rf"slurmstepd: \[{scene.run.job}\.batch\]", 0)(scene)
+    scene.run.full_speed()
+    scene.wait(lambda: scene.run.status()["state"] == "COMPLETED", "the run is complete")
+    status = scene.run.status(later=400)
+    assert status["state"] == "COMPLETED", status
+    scene.said.append(status["reason"] or "")
+    assert scene.cluster.state(scene.run.job) == "RUNNING"
+    assert f"To end it: scancel {scene.run.job}" in scene.said[-1], scene.run.story()
+    scene.cluster.cancel(scene.run.job)
+
+
+def vanish(scene: Scene) -> None:
+    """All of the run on its second node ends at once, also what Slurm has started there; its slurmd answers."""
+    processes(r"slurmstepd: \[\d+\.0\]|cluster_ddp", 1)(scene)
+
+
+def vanish_and_stop(scene: Scene) -> None:
+    vanish(scene)
+    scene.cluster.cli("stop", str(scene.run.run), timeout=180)
+
+
+def restart_without_python(scene: Scene) -> None:
+    """Preempt it, and take python away from the batch host before it starts again."""
+    preempt(scene)
+    scene.run.wait_for_restart(1)
+    in_node(FIRST, "mount", "-t", "tmpfs", "none", "PYTHON")(scene)
 
 
 def limit_memory(scene: Scene) -> None:
@@ -223,13 +276,18 @@ def stand_still(pattern: str, seconds: float | None) -> Harm:
     return strike
 
 
-def in_bad_node(*command: str) -> Harm:
-    """A command inside the bad node, in which FOLDER and PYTHON stand for the run's folder and the environment's."""
+def in_node(node: str, *command: str) -> Harm:
+    """A command inside a node, in which FOLDER and PYTHON stand for the run's folder and the environment's."""
 
     def act(scene: Scene) -> object:
-        return scene.cluster.node_exec(BAD, *map(scene.named, command))
+        return scene.cluster.node_exec(node, *map(scene.named, command))
 
     return act
+
+
+def in_bad_node(*command: str) -> Harm:
+    """A command inside the bad node."""
+    return in_node(BAD, *command)
 
 
 def full(place: str) -> Harm:
@@ -237,13 +295,29 @@ def full(place: str) -> Harm:
     return in_bad_node("sh", "-c", f"mkdir -p {place}; {fill}")
 
 
+def full_runs_folder(scene: Scene) -> None:
+    """Let the bad node see all that others write there, and have no room for what it writes itself."""
+    upper = "mkdir -p FOLDER/own; mount -t tmpfs -o size=16k none FOLDER/own; mkdir FOLDER/own/upper FOLDER/own/work"
+    layers = "lowerdir=FOLDER/runs,upperdir=FOLDER/own/upper,workdir=FOLDER/own/work"
+    fill = "dd if=/dev/zero of=FOLDER/own/x bs=4k 2>/dev/null || true"
+    in_bad_node("sh", "-c", f"{upper}; mount -t overlay -o {layers} none FOLDER/runs; {fill}")(scene)
+
+
+def listen_everywhere(port: int) -> Harm:
+    """Listen on all nodes at a port."""
+    listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(600)"
+
+    def act(scene: Scene) -> None:
+        for node in scene.cluster.nodes:
+            scene.cluster.node_spawn(node, sys.executable, "-c", listen)
+
+    return act
+
+
 def take_port(scene: Scene) -> None:
     """Listen on all nodes where the next job's id would have its ranks meet."""
-    cluster = scene.cluster
-    next_job = int(cluster.run("sbatch", "--parsable", "--wrap=true", "--output=/dev/null")) + 1
-    listen = f"import socket, time; s = socket.create_server(('', {job_port(next_job)})); time.sleep(600)"
-    for node in cluster.nodes:
-        cluster.node_spawn(node, sys.executable, "-c", listen)
+    next_job = int(scene.cluster.run("sbatch", "--parsable", "--wrap=true", "--output=/dev/null")) + 1
+    listen_everywhere(job_port(next_job))(scene)
 
 
 def damage_between(scene: Scene) -> None:

@@ -35,7 +35,7 @@ class Result:
     seconds
         The longest time without a new step; None where none followed.
     said
-        Every reason and warning that `status` gave, in order.
+        Every reason, failure and warning that `status` gave, in order.
     """
 
     fault: str
@@ -114,6 +114,8 @@ def check(result: Result, training: TrainingJob) -> None:
     story = f"{result}\n{training.story()}"
     assert (result.state, result.attempts) == (row.state, row.attempts), story
     assert result.lost <= row.lost, story
+    requeued = [event for event in training.events() if event["event"] == "requeued"]
+    assert len(requeued) <= int(training.cluster.job_info(training.job)["Restarts"]), story  # only what was accepted
     said = "\n".join(result.said)
     assert [words for words in row.words if words not in said] == [], story
     if row.excluded is not None:
@@ -156,7 +158,7 @@ def _listening(training: TrainingJob, said: list[str]) -> Iterator[None]:
 
 
 def _words(status: dict[str, Any]) -> list[str]:
-    return [words for words in (status["reason"], *status["warnings"]) if words]
+    return [words for words in (status["reason"], status["last_failure"], *status["warnings"]) if words]
 
 
 def _attempts(training: TrainingJob) -> int:

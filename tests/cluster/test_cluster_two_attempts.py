@@ -55,11 +55,14 @@ def test_attempt_on_a_node_that_was_cut_off_counts_for_nothing_once_a_newer_one_
     assert refused[0]["step"] > origin["step"] >= 10
     cluster.wait_for(lambda: _told(training, "node-finished", 0), 60, f"attempt 0 ends\n{training.story()}")
     training.wait_for_step(origin["step"] + 3, attempt=1, timeout=PATIENCE)
+    cluster.run("scontrol", "requeue", str(training.job))
+    cluster.wait_for(lambda: cluster.job_info(training.job)["ExcNodeList"] == host, 60, f"{host} is excluded")
+    training.wait_for_step(origin["step"] + 4, attempt=2, timeout=PATIENCE)
 
     cluster.cli("stop", str(training.run), timeout=PATIENCE)
     status = end(training, "COMPLETED")
     assert (status["state"], status["step"]) == ("STOPPED", status["last_checkpoint"]), training.story()
-    assert newest_manifest(training.run)["attempt"] == 1
+    assert newest_manifest(training.run)["attempt"] == 2
     assert any(f"node {host} still ran attempt 0 until" in text for text in status["warnings"]), status
     assert any("cut from the controller" in text for text in status["warnings"])
 
@@ -68,6 +71,6 @@ def test_attempt_on_a_node_that_was_cut_off_counts_for_nothing_once_a_newer_one_
     again = replace(training, job=int(answer["slurm_job_id"]))
     again.full_speed()
     final = again.finish(timeout=PATIENCE)
-    assert (final["state"], final["attempts"], final["step"]) == ("COMPLETED", 3, STEPS), again.story()
-    assert [event["step"] for event in _told(again, "resumed", 2)] == [status["step"]]
+    assert (final["state"], final["attempts"], final["step"]) == ("COMPLETED", 4, STEPS), again.story()
+    assert [event["step"] for event in _told(again, "resumed", 3)] == [status["step"]]
     assert_same_training(again.run, calm.run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,12 @@ GLOBAL_BATCH = 48
 STEPS_PER_EPOCH = 31  # the last one is smaller: drop_last is off
 EPOCHS = 2
 STEPS = EPOCHS * STEPS_PER_EPOCH
+AFTER_A_WHILE = """
+import runpy, sys, time
+now, later = time.time, float(sys.argv.pop(1))
+time.time = lambda: now() + later
+runpy.run_module("cluster_ddp", run_name="__main__")
+"""
 PATIENCE = 180  # a start has taken 150 s on two cores with a load of 50; where all is well, nothing waits so long
 
 
@@ -101,8 +108,10 @@ class TrainingJob:
         preempted = any("preemption" in str(event.get("reason")) for event in self.events())
         return {state, "PREEMPTED"} if started_again and preempted and self.cluster.version >= (24, 5) else {state}
 
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.cluster.cli("status", str(self.run), "--json", timeout=180).stdout)
+    def status(self, *, later: float = 0.0) -> dict[str, Any]:
+        """What ``status --json`` says, or would say so many seconds later if nothing happened until then."""
+        command = (sys.executable, "-c", AFTER_A_WHILE, str(later), "status", str(self.run), "--json")
+        status: dict[str, Any] = json.loads(self.cluster.run(*command, timeout=180))
         return status
 
     def events(self) -> list[dict[str, Any]]:
