@@ -5,6 +5,7 @@ step, update, nonfinite           from losses to gradients, to new weights or a 
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
 model, comm_hooks, buffers, ema   the network and DDP, its buffers, the average of its weights
 evaluation, evaluation_weights    evaluating, with the weights meant for it
+metric_names                      what an evaluation will return, read from its source
 saving, overlap, stop             when to save, what may go on meanwhile, and how the ranks agree to stop
 repeated                          steps that a resume repeats, compared with what they were before
 randomness, inner_parts           seeds, and the generators that objects hold

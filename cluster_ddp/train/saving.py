@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -147,7 +147,7 @@ class Saving:
                 f"was kept as the best; run.log() was given {', '.join(sorted(self._logged))}"
             )
 
-    def check_metric(self, evaluated: Mapping[str, float]) -> None:
+    def check_metric(self, evaluated: Collection[str]) -> None:
         """Raise a `TaskError` unless the metric of ``checkpoint.keep_best`` is among those of an evaluation."""
         best = self._settings.keep_best
         if best is not None and best.metric not in (*evaluated, "train/loss"):

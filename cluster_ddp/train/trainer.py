@@ -26,6 +26,7 @@ from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
 from cluster_ddp.train.evaluation_weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
+from cluster_ddp.train.metric_names import metric_names
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
@@ -205,8 +206,9 @@ class Trainer:
         self.single_samples = SingleSamples(self.model, order, self.plan)
         self._seed(Use.EVAL_DATA)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
-        if self.evaluation is None:
-            self.session.saving.check_metric({})
+        names = [] if self.evaluation is None else metric_names(self.task.evaluate)
+        if names is not None:  # otherwise the first evaluation shows them
+            self.session.saving.check_metric([f"val/{name}" for name in names])
 
     def _build_update(self) -> None:
         train = self.job.train

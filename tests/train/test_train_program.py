@@ -255,7 +255,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
             def eval_data(self):
                 return self.train_data()
             def evaluate(self, model, batch):
-                return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float()}
+                return dict(accuracy=(model(batch[0]).argmax(1) == batch[1]).float())
             """,
             {"checkpoint": {"keep_best": {"metric": "val/f1"}}},
             "evaluating",
