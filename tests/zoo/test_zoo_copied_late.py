@@ -44,6 +44,7 @@ class Copies(ZooTask):
         self.mean: Any = 0.0
         self.rate, self.rates = 0.5, SimpleNamespace(now=0.5)
         self.is_late, self.switch = False, SimpleNamespace(is_on=False)
+        self.stage = self.former_stage = "warm"
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().loss(model, batch)
@@ -68,16 +69,18 @@ class Copies(ZooTask):
         self.mean = np.float32(self.mean)
         self.rate = self.rates.now = 0.7 * self.rate
         self.is_late = self.switch.is_on = True
+        self.stage = self.former_stage = "main"
 
     def state_dict(self) -> dict[str, Any]:
         names = ("steps", "seen", "average", "centre", "recent", "rate", "is_late")
         named = {name: getattr(self, name) for name in names} | {"of_averages": self.averages.loss}
+        named["stages"] = [self.stage, "first"]
         return named | {"online": self.online.state_dict(), "mean": float(self.mean)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("steps", "seen", "average", "centre", "recent", "rate", "is_late", "mean"):
             setattr(self, name, state[name])
-        self.averages = Averages(state["of_averages"])
+        self.averages, (self.stage, _) = Averages(state["of_averages"]), state["stages"]
         self.online.load_state_dict(state["online"])
 
 
@@ -97,7 +100,7 @@ class CopiesAgain(Copies):
         if self.steps > 2:
             self.start, self.former_centre, self.first = self.seen, self.centre.clone(), self.recent
             self.anchor, self.mean, self.rates.now = self.average, np.float32(self.mean), self.rate
-            self.switch.is_on = self.is_late
+            self.switch.is_on, self.former_stage = self.is_late, self.stage
 
 
 def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_it_is_copied_again(
@@ -106,6 +109,7 @@ def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_
     monkeypatch.setattr("cluster_ddp.train.saving.MAX_NAMES", 20)
     assert told(Copies, tmp_path / "late", capfd, steps=4) == [
         "Copies.anchor_of_class", "task.anchor", "task.anchors", "task.averages", "task.first", "task.former_centre",
-        "task.mean", "task.rates", "task.start", "task.switch", "task.target", "test_zoo_copied_late.ANCHOR",
+        "task.former_stage", "task.mean", "task.rates", "task.start", "task.switch", "task.target",
+        "test_zoo_copied_late.ANCHOR",
     ]  # fmt: skip
     assert told(CopiesAgain, tmp_path / "again", capfd, steps=4) == []

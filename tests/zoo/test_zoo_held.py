@@ -25,7 +25,7 @@ from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.optim import Adam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler, random_split
 from zoo_models import FEATURES
 from zoo_training import Case, ZooTask, judge
@@ -271,7 +271,8 @@ class GivesBack(ZooTask):
         self.critic = nn.Linear(2, 1, bias=False)
         nn.init.ones_(self.critic.weight)
         self.of_critic = Adam(self.critic.parameters())
-        self.schedule = StepLR(self.of_critic, 2)
+        schedules = [LinearLR(self.of_critic, 0.1, total_iters=4), CosineAnnealingLR(self.of_critic, 8)]
+        self.schedule = SequentialLR(self.of_critic, schedules, [4])
 
     def collate(self, items: list[Any]) -> Any:
         inputs, labels = super().collate(items)

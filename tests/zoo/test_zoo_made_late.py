@@ -6,7 +6,7 @@ What a task makes late of what it already keeps is told.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from train_ranks import run_ranks
 from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
@@ -310,21 +311,24 @@ def test_what_changes_between_two_saves_is_told_at_the_second(
 
 
 class Switches(ZooTask):
-    """Has another criterion and schedule from the third step on, which loading makes again or not."""
+    """Has another criterion and schedule after some steps, which loading makes again or not."""
 
-    def __init__(self, is_made_again: bool, case: Case, crash: int | None = None) -> None:
+    def __init__(self, is_made_again: bool, after: int, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
         self.criterion: nn.Module = nn.CrossEntropyLoss(label_smoothing=0.1)
-        self.steps, self.is_made_again, self.schedule = 0, is_made_again, SimpleNamespace(rates=torch.ones(3))
+        self.penalty: Any = F.mse_loss
+        self.steps, self.is_made_again, self.after = 0, is_made_again, after
+        self.schedule = SimpleNamespace(rates=torch.ones(3))
 
     def switch(self) -> None:
-        if self.steps > 2:
-            self.criterion, self.schedule.rates = nn.MSELoss(), torch.zeros(2)
+        if self.steps > self.after:
+            self.criterion, self.penalty, self.schedule.rates = nn.MSELoss(), F.l1_loss, torch.zeros(2)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.steps += 1
         self.switch()
-        return super().loss(model, batch) + self.criterion(torch.ones(2), torch.zeros(2)) * self.schedule.rates.sum()
+        penalty = self.criterion(torch.ones(2), torch.zeros(2)) + self.penalty(torch.ones(2), torch.zeros(2))
+        return super().loss(model, batch) + penalty * self.schedule.rates.sum()
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
@@ -335,8 +339,40 @@ class Switches(ZooTask):
             self.switch()
 
 
+@pytest.mark.parametrize("after", [1, 2])  # the second step shows it, or only a later look does
 def test_an_object_of_another_class_is_told_unless_loading_makes_it_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    after: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(partial(Switches, True), tmp_path / "again", capfd, steps=4) == []
-    assert told(partial(Switches, False), tmp_path / "late", capfd, steps=4) == ["task.criterion", "task.schedule"]
+    assert told(partial(Switches, True, after), tmp_path / "again", capfd, steps=4) == []
+    names = ["task.criterion", "task.penalty", "task.schedule"]
+    assert told(partial(Switches, False, after), tmp_path / "late", capfd, steps=4) == names
+
+
+class QueuesByLabel(ZooTask):
+    """Has the last few scores of each label, which the state has as one tensor for each."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.queues = defaultdict[int, deque[Tensor]](partial(deque, maxlen=3))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        scores = model(inputs)
+        loss = F.cross_entropy(scores, labels)
+        for label in list(self.queues):
+            loss = loss + 0.1 * (scores.mean(0) * torch.stack(list(self.queues[label])).mean(0)).sum()
+        for row, label in zip(scores.detach(), labels.tolist(), strict=True):
+            self.queues[label].append(row)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"queues": {str(label): torch.stack(list(queue)) for label, queue in self.queues.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.queues.clear()
+        for label, rows in state["queues"].items():
+            self.queues[int(label)].extend(rows.unbind())
+
+
+def test_lists_that_loading_fills_again_are_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(QueuesByLabel, tmp_path, capfd, steps=7) == []

@@ -7,5 +7,5 @@ packing, stored                   values as JSON and named tensors, and what may
 selfcheck, undoing, comparing     whether it comes back, tried once without touching what trains
 watching, left_gradients, attributes, snapshot, contents, claims   what training changes and no checkpoint contains
 held, surroundings, kinds, places   where that may be, and what single values there tell
-only_written, position_tables, set_before_read   what cannot matter to a resume, although it changes
+only_written, position_tables, set_before_read, unread   what cannot matter to a resume, although it changes
 """

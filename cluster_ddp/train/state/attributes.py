@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cluster_ddp.train.state.comparing import equal_bits, is_same
+from cluster_ddp.train.state.comparing import Place, equal_bits, is_same
 from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
@@ -78,10 +78,10 @@ class Attributes(Snapshot):
 
     def _has_same(self, name: str, other: Attributes) -> bool:
         """Whether a leaf of the other has another name here, and the same value."""
-        first = self._first_name(name)
+        first = self.first_name(name)
         return first is not None and is_same(self.leaves[first], other.leaves[name])
 
-    def _first_name(self, name: str) -> str | None:
+    def first_name(self, name: str) -> str | None:
         """By what other name a leaf was found first."""
         for end, letter in enumerate(name):
             if letter in ".," and (first := self._aliases.get(name[:end])) is not None:
@@ -183,8 +183,7 @@ class Attributes(Snapshot):
             places: Iterator[str]
             number: int | None
             if not is_common(value):
-                forms = _forms_of(value)
-                found = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
+                found = (place for form in _forms_of(value) for place in saved.places_of(form))
                 places, number = (place for place in found if is_as_precise(name, place)), None
             else:
                 alike = ((place, leaf) for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
@@ -206,8 +205,8 @@ class Attributes(Snapshot):
                 if name in saved.leaves or name in saved._aliases or self._is_as_often(self._aliases[name], saved):
                     return True
                 return is_held(key, name) or (key.isdecimal() and is_held(int(key), name))
-            if name in self.leaves:
-                return is_held(self.leaves[name], name)
+            if (first := name if name in self.leaves else self.first_name(name)) is not None:
+                return is_held(self.leaves[first], name)
             has_left = name not in self._kinds
             return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
@@ -217,11 +216,30 @@ class Attributes(Snapshot):
         """Whether the state has a tensor as often as it is held, such as each state of an episode and the next one."""
         if not isinstance(tensor := self._objects.get(first), Tensor):
             return False
-        places = {
-            place for place, leaf in saved.leaves.items() if _may_be_alike(tensor, leaf) and _is_alike(tensor, leaf)
-        }
+        places = set(saved.places_of(tensor))
         held = sum(other == first for other in self._aliases.values())
         return bool(places) and len(places) + sum(other in places for other in saved._aliases.values()) > held
+
+    def places_of(self, value: Any) -> Iterator[str]:
+        """The names of the leaves that have a value; of the tensors, those that have the same bits."""
+        if isinstance(value, Tensor):
+            alike = (name for name in self._tensors if _may_be_alike(value, self.leaves[name]))
+            yield from (name for name in alike if _is_alike(value, self.leaves[name]))
+        elif not isinstance(value, Place):
+            yield from (name for name in self.by_mark.get(repr(value), ()) if type(self.leaves[name]) is type(value))
+
+    @functools.cached_property
+    def _tensors(self) -> list[str]:
+        return [name for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)]
+
+    @functools.cached_property
+    def by_mark(self) -> dict[Any, list[str]]:
+        """The names of the leaves, by what tells their values from others."""
+        found = collections.defaultdict[Any, list[str]](list)
+        for name in self.leaves:
+            found[self.mark(name)].append(name)
+        found.pop(None, None)
+        return found
 
     def has_a_place_in(self, saved: Attributes, name: str, before: Attributes) -> bool:
         """Whether the state holds the value of a leaf where it held one before, too, other than in a list.
@@ -229,13 +247,10 @@ class Attributes(Snapshot):
         A whole number or a word, or what many things have, counts only under the same last name.
         """
         return any(
-            _is_alike(form, leaf)
+            (isinstance(form, (float, Tensor)) and not is_common(form)) or last_part(place) == last_part(name)
             for form in _forms_of(self.leaves.get(name))
-            for place, leaf in saved.leaves.items()
-            if _may_be_alike(form, leaf)
-            and place in before.leaves
-            and not is_element(place)
-            and ((isinstance(form, (float, Tensor)) and not is_common(form)) or last_part(place) == last_part(name))
+            for place in saved.places_of(form)
+            if place in before.leaves and not is_element(place)
         )
 
     def owner(self, name: str) -> int | None:
@@ -264,7 +279,7 @@ class Attributes(Snapshot):
 
     def mark(self, name: str) -> Any:
         """What tells the value that a leaf had from others; None if there is none."""
-        name = name if name in self.leaves else self._aliases.get(name) or self._first_name(name) or name
+        name = name if name in self.leaves else self._aliases.get(name) or self.first_name(name) or name
         leaf = self.leaves.get(name)
         return self._contents.get(name) if leaf is None or isinstance(leaf, Tensor) else repr(leaf)
 
@@ -292,7 +307,7 @@ class Attributes(Snapshot):
             return False
         leaf, loaded = self.leaves.get(name), again.leaves.get(name)
         if name not in again.leaves and (isinstance(leaf, (float, Tensor)) or name.endswith(LENGTH)):
-            first = again._aliases.get(name) or again._first_name(name)
+            first = again._aliases.get(name) or again.first_name(name)
             return first not in again.leaves or not _is_alike(leaf, again.leaves[first])
         if isinstance(leaf, Tensor) and type(loaded) is float:
             return isinstance(was.leaves.get(name), Tensor)
@@ -313,9 +328,13 @@ class Attributes(Snapshot):
 
     def has(self, place: str) -> bool:
         """Whether something was found under this name, or under one that begins with it."""
-        inner = (f"{place}.", f"{place}, ")
-        names = (*self.leaves, *self._kinds, *self._known)
-        return any(name == place or name.startswith(inner) for name in names)
+        return place in self._wholes
+
+    @functools.cached_property
+    def _wholes(self) -> set[str]:
+        """All names, and whatever they begin with up to a dot or a comma."""
+        names = {*self.leaves, *self._kinds, *self._known}
+        return names | {name[:end] for name in names for end, letter in enumerate(name) if letter in ".,"}
 
     def kind(self, name: str) -> Any:
         """The class of what was found under this name; of a function, its code."""
@@ -337,6 +356,11 @@ class Attributes(Snapshot):
             return equal_bits(leaf, loaded)
         kinds = {self._kinds.get(name), again._kinds.get(name)}
         return is_same(leaf, loaded) and (len(kinds) == 1 or kinds.isdisjoint(_OTHER_FLOATS))
+
+    def has_another_tensor(self, name: str, tensor: Any) -> bool:
+        """Whether there is another tensor now in the place of one."""
+        leaf = self.leaves.get(name)
+        return isinstance(tensor, Tensor) and isinstance(leaf, Tensor) and leaf is not tensor
 
     def are_alike(self, name: str, again: Attributes) -> bool:
         """Whether the same comes back under a name, or nothing if there is nothing."""
@@ -366,11 +390,9 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
     return (value, value.item()) if is_number else (value,)
 
 
-def _may_be_alike(value: Any, leaf: Any) -> bool:
-    """Whether two leaves are of the same kind and shape, which costs little to find out."""
-    if isinstance(value, Tensor):
-        return isinstance(leaf, Tensor) and leaf.is_nested == value.is_nested and leaf.numel() == value.numel()
-    return type(leaf) is type(value)
+def _may_be_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of the same size, which costs little to find out."""
+    return other is tensor or (other.is_nested == tensor.is_nested and other.numel() == tensor.numel())
 
 
 def _is_alike(value: Any, leaf: Any) -> bool:

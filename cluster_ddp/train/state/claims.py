@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
-from cluster_ddp.train.state.attributes import Attributes, is_element
+from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.kinds import is_common
+from cluster_ddp.train.state.snapshot import LENGTH
 
 
 class Claims:
@@ -21,42 +23,42 @@ class Claims:
 
     def note(self, names: Iterable[str], now: Attributes, saved: Attributes) -> None:
         """Note where the state holds the values of attributes that have changed."""
-        places = _by_mark((place for place, leaf in saved.leaves.items() if not is_common(leaf)), saved)
         for name in names:
-            for place in places.get(now.mark(name), ()):
-                self._owners[place].add(name)
+            for place in saved.by_mark.get(now.mark(name), ()):
+                if not is_common(saved.leaves[place]):
+                    self._owners[place].add(name)
 
     def taken(
-        self, now: Attributes, saved: Attributes, changed: Iterable[str]
+        self, now: Attributes, saved: Attributes, changed: Iterable[str], saved_then: Attributes
     ) -> Callable[[str, str, int | None], bool]:
         """A function of a place, a name, and how often the state has its value: whether that belongs to other names.
 
         To those that have had it before, and still do; or else, if the state has it less often than it is among what
-        has changed, to the one that is called like the place.
+        has changed, to the one that is called like the place. Not if the state has the same name there. A list that has
+        grown since the last time, when the state was `saved_then`, may log what belongs to a name of its own besides.
         """
-        names, places = _by_mark(changed, now), _by_mark(saved.leaves, saved)
+        names = collections.defaultdict[object, list[str]](list)
+        for changed_name in changed:
+            names[now.mark(changed_name)].append(changed_name)
 
         def is_taken(place: str, name: str, number: int | None) -> bool:
             place = place.partition(", ")[0]  # it may be in another form
             mark, owners = saved.mark(place), self._owners.get(place, set[str]())
-            if name in owners or mark is None:
+            if name in owners or mark is None or place in (name, saved.first_name(name)):
                 return False
             if any(now.mark(owner) == mark for owner in owners):
                 return True
             rivals = [rival for rival in names.get(mark, ()) if rival != name]
-            if len(rivals) < (number or len(places[mark])) or is_element(place):  # a list may be logged besides
+            if len(rivals) < (number or len(saved.by_mark[mark])) or _is_in_a_log(place, saved, saved_then):
                 return False
             return any(_likeness(rival, place) >= _likeness(name, place) for rival in rivals)
 
         return is_taken
 
 
-def _by_mark(names: Iterable[str], at: Attributes) -> dict[object, list[str]]:
-    found = collections.defaultdict[object, list[str]](list)
-    for name in names:
-        if (mark := at.mark(name)) is not None:
-            found[mark].append(name)
-    return found
+def _is_in_a_log(place: str, saved: Attributes, saved_then: Attributes) -> bool:
+    lengths = [f"{whole}{LENGTH}" for whole in accumulate(place.split("."), "{}.{}".format)]
+    return any(saved.leaves.get(length) != saved_then.leaves.get(length) for length in lengths)
 
 
 def _likeness(name: str, place: str) -> int:

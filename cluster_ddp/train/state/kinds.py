@@ -47,6 +47,11 @@ def is_value(value: object) -> bool:
     return type(value) in PLAIN or isinstance(value, enum.Enum)
 
 
+def is_function(value: object) -> bool:
+    """Whether it is a function, and holds no object as a method does."""
+    return isinstance(value, (FunctionType, BuiltinFunctionType)) and not is_bound(value)
+
+
 def is_plain(value: Any) -> bool:
     """Whether it is a number, a string or the like, or a tuple of such."""
     seen, parts = set[int](), [value]

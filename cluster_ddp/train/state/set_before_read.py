@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import inspect
 import re
 import sys
@@ -93,19 +94,24 @@ def is_only_read_where_set(name: str, *, is_container: bool, may_be_none: bool =
     may_be_none
         Whether None is in the attribute in place of nothing.
     """
-    trees = list(_trees_with(name))
+    trees = list(trees_with(name))
     uses = [use for tree in trees for use in _uses(tree, name, is_container=is_container, may_be_none=may_be_none)]
     return bool(uses) and all(uses)
 
 
-def _trees_with(name: str) -> Iterator[ast.Module]:
+def trees_with(name: str) -> Iterator[ast.Module]:
     """The syntax trees of the user's modules in which a name occurs."""
     for module in [module for key, module in list(sys.modules.items()) if is_of_user(key)]:
         try:
             if name in (source := inspect.getsource(module)):
-                yield ast.parse(source)
+                yield _parsed(source)
         except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
             continue
+
+
+@functools.lru_cache(maxsize=20)
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool) -> Iterator[bool]:

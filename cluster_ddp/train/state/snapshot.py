@@ -229,6 +229,8 @@ class Snapshot:
         elif isinstance(value, nn.Module):
             self._of_modules.update(map(id, value.parameters()))
             for prefix, module in value.named_modules():
+                self._seen.setdefault(id(module), f"{name}.{prefix}".removesuffix("."))
+            for prefix, module in value.named_modules():
                 held = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, Dataset):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.attributes import Attributes, last_part
 from cluster_ddp.train.state.claims import Claims
 from cluster_ddp.train.state.comparing import is_same, other_forms
-from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.kinds import is_function, is_replaced, is_value, kind_of
 from cluster_ddp.train.state.left_gradients import LeftGradients, gradients_in
 from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
@@ -26,9 +26,11 @@ from cluster_ddp.train.state.set_before_read import is_length_of, is_within, set
 from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
 from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.undoing import undone
+from cluster_ddp.train.state.unread import is_unread
 from cluster_ddp.train.task import Task
 
 _NOTHING = object()
+_FEW = 100  # of so many changed attributes at most the source is read
 _COPIED = 1 << 30  # bytes of state that are copied at most to find out what loading makes
 
 
@@ -47,6 +49,10 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
     except Exception:  # it is an element, in a slot, or of something that answers by itself
         return False
     return is_same(inspect.getattr_static(type(holder), key, _NOTHING), now.leaves[name])
+
+
+def _attributes_of(holder: Any) -> dict[str, Any]:
+    return holder if type(holder) is dict else vars(holder)
 
 
 def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
@@ -86,7 +92,7 @@ class Watch:
         self._noted: Attributes | None = None
         self._changes: list[list[str]] = []  # from each of the looks to what was noted
         self._first_names: set[str] = set()  # of the attributes of the task, before it was given any state
-        self._first_values: dict[str, Any] | None = None  # its numbers and strings then
+        self._first_values: dict[str, Any] | None = None  # its numbers, strings and functions then
         self._made_again: set[str] = set()  # what loading has made as it was
         self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
         self._names_at_first: set[str] | None = None  # of all that it had then
@@ -107,7 +113,7 @@ class Watch:
         if self._first_values is None and isinstance(self._task, Task):
             own = vars(self._task)
             self._first_names = set(own)
-            self._first_values = {key: value for key, value in own.items() if value is None or is_value(value)}
+            self._first_values = {key: part for key, part in own.items() if is_value(part) or is_function(part)}
 
     def look(self) -> None:
         """Remember what there is now, to be compared with in the next `unsaved`."""
@@ -144,8 +150,8 @@ class Watch:
         sizes = (leaf.nbytes for leaf in saved.leaves.values() if isinstance(leaf, Tensor) and not leaf.is_nested)
         may_load = may_load and not is_first and sum(sizes) <= _COPIED
         parts = self._names_of_parts(now, {now.holders.get(name) for name in changes[-1]}) if is_first else set[str]()
-        found = {name for name, does in self._comes_back.items() if not does and name not in parts}
-        found |= self._gradients.take_used()
+        lost_of_task = {name for name, does in self._comes_back.items() if not does and name not in parts}
+        found = lost_of_task - self._unread(lost_of_task, now) | self._gradients.take_used()
         found.update(f"the order of {name}" for name in sets_out_of_order(states["task"], "task"))
         found.update(now.holders[name] for name in now.doubled if name.startswith("task."))  # the one was loaded
         if len(looks) == 2:  # before the first step, and after it
@@ -163,12 +169,13 @@ class Watch:
         ]
         comes_back = {name for name, does in (self._comes_back | self._inner_comes_back).items() if does}
         rivals = set[str]() if is_first else set().union(*changes)  # at first, loading shows what comes back
-        is_taken = self._claims.taken(now, saved, rivals)
+        is_taken = self._claims.taken(now, saved, rivals, looks[-1][1])
         kept: set[str] = set()  # of all that has changed, what the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
             changed = without_tables(changed, now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             lost = {name for name in changed if self._inner_comes_back.get(name) is False}
+            lost -= self._unread(lost, now)
             found.update(holders[name] for name in lost)
             skipped = {name for name in changed if holders[name] in self._comes_back} - comes_back
             skipped |= lost | self._made_again | self._gradients.cleared
@@ -185,6 +192,8 @@ class Watch:
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then), is_taken)
+            unread = self._unread(changed, now)
+            changed = [name for name in changed if name not in unread]
             told = {name: gradients_in(at) if name.endswith(GRADIENT) else at for name, at in holders.items()}
             if may_load and (new := [name for name in changed if told[name] not in self._told]):
                 made = self._made_by_loading(new, was, now)
@@ -220,7 +229,9 @@ class Watch:
         self.put_back_values(other)
         places = {name: vars(other) if place is own else place for name, place in places.items()}
         found = {name for name in map(now.outermost_list, names) if name and name.startswith(("task.", "model."))}
-        lists = {name: place for name in found if (place := self._place(name)) is not None and place is not own}
+        lists = {name: place for name in found if (place := self._place(name)) is not None}
+        lists = {name: vars(other) if place is own else place for name, place in lists.items()}
+        lists = {name: place for name, place in lists.items() if last_part(name) in place}
         kept = {name: place[last_part(name)] for name, place in lists.items()}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
             state = copied(self._states()["task"])
@@ -237,7 +248,7 @@ class Watch:
                 of_model = [(name, place[last_part(name)]) for name, place in of_model if name.startswith("model.")]
                 again.add(Attributes(dict(of_model)))
                 found = {name for name in names if name in places or is_within(name, not_shared)}
-                made = {name for name in found if now.are_alike(name, again)}
+                made = {name for name in found if now.are_alike(name, again)} | self._functions_again(other)
             finally:
                 for name, place in places.items():
                     place[last_part(name)] = now.leaves[name]
@@ -250,21 +261,42 @@ class Watch:
         mine, theirs = vars(self._task), vars(other)
         return {f"task.{key}" for key in mine.keys() & theirs.keys() if theirs[key] is not mine[key]}
 
+    def _functions_again(self, other: Task) -> set[str]:
+        """Functions in the place of what was there at first, which loading has put into another task, too."""
+        mine, theirs, first = vars(self._task), vars(other), self._first_values or {}
+        functions = {key: part for key, part in mine.items() if is_function(part)}
+        again = {key for key, part in functions.items() if kind_of(theirs.get(key)) == kind_of(part)}
+        return {f"task.{key}" for key in again if first.get(key, mine[key]) is not mine[key]}
+
     def _place(self, name: str) -> dict[str, Any] | None:
         """The attributes, of the task, the model or an object in them, in which a number or string was found."""
-        first, *path, key = name.split(".")
         with contextlib.suppress(Exception):  # it is an element, in a slot, or of something that answers by itself
-            place = vars({"task": self._task, "model": self._model}[first])
-            for part in path:
-                holder = place[part] if part in place else place["_modules"][part]
-                place = holder if type(holder) is dict else vars(holder)
-            return place if key in place else None
+            place = _attributes_of(self._holder(name))
+            return place if last_part(name) in place else None
         return None
+
+    def _holder(self, name: str) -> Any:
+        """The task, the model, or the object or dict in them, that has the attribute or element of this name."""
+        first, *path, _ = name.split(".")
+        holder = {"task": self._task, "model": self._model}[first]
+        for part in path:
+            place = _attributes_of(holder)
+            holder = place[part] if part in place else place["_modules"][part]
+        return holder
+
+    def _unread(self, names: Collection[str], now: Attributes) -> set[str]:
+        """Those of these numbers and words that no step reads as an earlier one has left them; none of very many."""
+        found = set[str]()
+        for name in filter(now.is_value, names if len(names) <= _FEW else ()):
+            with contextlib.suppress(Exception):  # as for `_place`
+                if is_unread(self._holder(name), last_part(name)):
+                    found.add(name)
+        return found
 
     def put_back_values(self, other: Task) -> None:
         """Take from another task what this one has only since the first step, so that loading has to make it.
 
-        Its numbers and strings are put back.
+        Its numbers, strings and functions are put back.
         """
         if not self._looks or self._first_values is None:
             return
@@ -297,7 +329,7 @@ class Watch:
         self._compare_values(other)
         if self._noted is not None:
             self._compare_inner_values(self._noted, again, is_another_model)
-            self._compare_attributes(self._noted, again, self._not_shared_with(other))
+            self._compare_attributes(self._noted, again, self._not_shared_with(other), self._functions_again(other))
 
     def _compare_values(self, other: Task) -> None:
         """Find out which numbers and strings the other task has, too, and which tensors it has made again."""
@@ -324,7 +356,9 @@ class Watch:
             if of_model or (mine is not None and theirs not in (None, mine)):
                 self._inner_comes_back[name] = is_same(again.leaves.get(name, _NOTHING), value)
 
-    def _compare_attributes(self, now: Attributes, again: Attributes, not_shared: set[str]) -> None:
+    def _compare_attributes(
+        self, now: Attributes, again: Attributes, not_shared: set[str], functions: set[str]
+    ) -> None:
         """Find out what else would come back otherwise.
 
         These are numbers and tensors, such as those of which the state has rounded copies, lists that would have
@@ -340,10 +374,15 @@ class Watch:
             made = again.leaves.keys() - self.before_loading.leaves.keys()
             if self._names_at_first is not None:  # an object that both tasks share may have lost and got them back
                 made |= again.leaves.keys() - self._names_at_first
+            tensors = self.before_loading.leaves.items()
+            made |= {name for name, leaf in tensors if again.has_another_tensor(name, leaf)} - self._comes_back.keys()
             made &= {name for name in self._changes[0] if name.startswith(("task.", "model."))}
             self._made_again = {name for name in made if now.has_alike(name, again)}
             referring = again.same_aliases(now) - self.before_loading.same_aliases(now)
             self._comes_back |= dict.fromkeys(referring, True)
+        others = {name for name in not_shared if is_replaced(was.kind(name), now.kind(name))}
+        self._made_again |= {name for name in changed if is_within(name, others) and now.are_alike(name, again)}
+        self._made_again |= functions
         self._comes_back |= dict.fromkeys(not_shared & now.lists_alike(again), True)
         lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in not_shared}
         self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}

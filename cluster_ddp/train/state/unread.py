@@ -1,0 +1,153 @@
+"""Recognizes numbers and words that steps change, but by which no step can depend on an earlier one.
+
+The program sets them each time before it reads them, such as a rate that each step computes from a count; or only
+warnings of a library depend on them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cluster_ddp.train.state.only_written import codes_of
+from cluster_ddp.train.state.set_before_read import trees_with
+from cluster_ddp.train.state.surroundings import is_of_user
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SCOPES = (*_FUNCTIONS, ast.ClassDef)
+_LATER = (ast.Lambda, ast.GeneratorExp)  # what is computed at another time
+_WAITING = (ast.Yield, ast.YieldFrom, ast.Await)
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_OF_ALL = {"vars", "asdict", "astuple"}
+_READS, _SETS = "reads", "sets"
+
+
+def is_unread(holder: object, key: str) -> bool:
+    """Whether no step reads what an earlier one has left in an attribute of an object, a number or a word."""
+    kind: type = type(holder)
+    return is_set_first(kind, key) or _is_count_of_updates(holder, key)
+
+
+def _is_count_of_updates(holder: object, key: str) -> bool:
+    """Whether a metric of torchmetrics only warns by this: means over updates are weighed by how many there were."""
+    if key != "_update_count" or not any(kind.__module__ == "torchmetrics.metric" for kind in type(holder).__mro__):
+        return False
+    reductions = getattr(holder, "_reductions", None)
+    if reductions is None or any(getattr(how, "__name__", "") == "dim_zero_mean" for how in reductions.values()):
+        return False
+    return not _may_ask_for_count()
+
+
+@functools.cache
+def _may_ask_for_count() -> bool:
+    """Whether the program mentions how often a metric was updated."""
+    names = ("update_count", "update_called")
+    nodes = (node for name in names for tree in trees_with(name) for node in ast.walk(tree))
+    return any(getattr(node, "attr", getattr(node, "value", None)) in names for node in nodes)
+
+
+@functools.lru_cache(maxsize=1000)
+def is_set_first(kind: type, key: str) -> bool:
+    """Whether each method that reads `self.key` of such objects has set it before, and nothing else reads it."""
+    if any(key in names for base in kind.__mro__ for names in _names_in_unseen_code(base)):
+        return False
+    nodes = [node for tree in trees_with(key) for node in ast.walk(tree)]
+    if any(_may_read_all(node, key) for node in nodes):
+        return False
+    functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
+    reads = sum(_is_read(node, key) for node in nodes)
+    after_setting = sum(_reads_after_setting(function, key) for function in functions)
+    return 0 < reads == after_setting
+
+
+def _names_in_unseen_code(kind: type) -> Iterator[tuple[Any, ...]]:
+    """The names in methods of a library's class, and in those that Python has made for a dataclass."""
+    for value in list(vars(kind).values()):
+        for code in codes_of(value):
+            if code.co_filename.startswith("<") or not is_of_user(kind.__module__):
+                yield (*code.co_names, *code.co_consts)
+
+
+def _may_read_all(node: ast.AST, key: str) -> bool:
+    """Whether this names the attribute in a string, as for getattr(), or may read whatever attributes there are."""
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node) == "self.__dict__"
+    if isinstance(node, ast.Call):
+        name, first = ast.unparse(node.func).rpartition(".")[2], [ast.unparse(argument) for argument in node.args[:1]]
+        is_computed = not all(isinstance(argument, ast.Constant) for argument in node.args[1:2])
+        return (name in _OF_ALL and first == ["self"]) or (name == "getattr" and is_computed)
+    return isinstance(node, ast.Constant) and bool(node.value == key)
+
+
+def _is_read(node: ast.AST, key: str) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, ast.Attribute) and node.target.attr == key
+    return isinstance(node, ast.Attribute) and node.attr == key and isinstance(node.ctx, ast.Load)
+
+
+def _reads_after_setting(function: ast.FunctionDef | ast.AsyncFunctionDef, key: str) -> int:
+    """How often a method reads an attribute of its object, if it always sets that first; 0 if it may not."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    owner = arguments[0].arg if arguments else ""
+    nodes = list(_own_nodes(function))
+    later = {inner for node in nodes if isinstance(node, _LATER) for inner in ast.walk(node)}
+    is_rebound = any(
+        isinstance(node, ast.Name) and node.id == owner and isinstance(node.ctx, ast.Store) for node in nodes
+    )
+    reads = [node for node in nodes if _is_read(node, key)]
+    are_of_owner = all(_owner_of(node) == owner and node not in later for node in reads)
+    waits = any(isinstance(node, _WAITING) for node in nodes)
+    if is_rebound or waits or not are_of_owner or _way(function.body, owner, key) == _READS:
+        return 0
+    return len(reads)
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes inside it."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, _SCOPES):
+            yield node
+            yield from _own_nodes(node)
+
+
+def _owner_of(node: ast.AST) -> str:
+    value = getattr(getattr(node, "target", node), "value", None)
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def _way(statements: Sequence[ast.stmt], owner: str, key: str) -> str | None:
+    """What the statements do first: whether they may read the attribute before setting it, or set it in any case."""
+    for statement in statements:
+        if isinstance(statement, _SCOPES):
+            continue
+        is_block = isinstance(statement, (ast.If, ast.With, ast.For, ast.While))
+        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
+        read = (node for part in (own if is_block else [statement]) for node in ast.walk(part))
+        if any(_is_read(node, key) for node in read):
+            return _READS
+        ways = [_way(getattr(statement, name, []), owner, key) for name in ("body", "orelse")] if is_block else []
+        if _READS in ways:
+            return _READS
+        if _sets(statement, owner, key) if not is_block else _goes_on_after_setting(statement, ways):
+            return _SETS
+    return None
+
+
+def _sets(statement: ast.stmt, owner: str, key: str) -> bool:
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    parts = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute))
+    return any(part.attr == key and _owner_of(part) == owner and isinstance(part.ctx, ast.Store) for part in parts)
+
+
+def _goes_on_after_setting(statement: ast.stmt, ways: Sequence[str | None]) -> bool:
+    """Whether a block has set it wherever the next statement is reached; the body of a loop may not be run at all."""
+    if isinstance(statement, ast.With):
+        return ways[0] == _SETS and not any("suppress" in ast.unparse(item) for item in statement.items)
+    if not isinstance(statement, ast.If) or not statement.orelse:
+        return False
+    blocks = (statement.body, statement.orelse)
+    return all(way == _SETS or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True))
