@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,18 +132,35 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def kill_all(heartbeat: Path, first: int | None = None) -> list[int]:
-    """Kill every process of a heartbeat file, `first` (the agent) before the others; return the pids that are left."""
+def kill_all(heartbeat: Path, first: int | None = None, *, ranks: Collection[int] = ()) -> list[int]:
+    """Kill every process of a heartbeat file, `first` (the agent) before the others; return the pids that are left.
+
+    Parameters
+    ----------
+    ranks
+        Processes of living ranks. All in their sessions are killed, too: a program that has written its title over its
+        environment (setproctitle) no longer has the mark.
+    """
     if first is not None:
         send(first, KILL)
     end = time.monotonic() + _KILL_SECONDS
-    while left := [process.pid for process in marked_processes(heartbeat)]:
+    while left := {*(process.pid for process in marked_processes(heartbeat)), *_in_sessions(ranks)}:
         for pid in left:
             send(pid, KILL)
         if time.monotonic() > end:
             break
         time.sleep(_KILL_PAUSE_SECONDS)
-    return left
+    return sorted(left)
+
+
+def _in_sessions(leaders: Collection[int]) -> list[int]:
+    """Find all live processes in the sessions of these processes."""
+    found = []
+    for pid in map(int, _pids() if leaders else ()):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.getsid(pid) in leaders and is_alive(pid):
+                found.append(pid)
+    return found
 
 
 def die_with_parent(parent: int | None = None, number: signal.Signals = KILL) -> None:

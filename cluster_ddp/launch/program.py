@@ -161,7 +161,7 @@ class NodeProgram:
             while not self._tick():
                 time.sleep(TICK_SECONDS)
         finally:
-            kill_all(self._heartbeat.path, self._agent.pid)
+            self._kill_all()
             self._pass_on_output(rest=True)
             self._reaper.dismiss()
         return self._finish()
@@ -314,7 +314,10 @@ class NodeProgram:
 
     def _end(self, outcome: str) -> None:
         self._outcome = outcome
-        kill_all(self._heartbeat.path, self._agent.pid)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        kill_all(self._heartbeat.path, self._agent.pid, ranks=[rank.pid for rank in self._ranks.living])
 
     def _finish(self) -> int:
         agent_status = self._agent.poll()

@@ -101,7 +101,8 @@ def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> boo
     """Whether a job may be the one that was noted for a run: Slurm may have reused its id.
 
     Our comment decides. A job that was submitted by hand has none, nor has any where the site replaces comments: then
-    it must at least belong to the run's owner, and have the name that it was submitted with.
+    it must at least belong to the run's owner, and have the name that it was submitted with, unless somebody has
+    changed that since the last attempt began in it.
     """
     named = run_in_comment(job.comment)
     if named is not None:
@@ -110,4 +111,13 @@ def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> boo
     if job.owner is not None and owner is not None and job.owner != owner:
         return False
     submitted = {str(event.get("slurm_job_id")) for event in history.events if event["event"] == SUBMITTED}
-    return not job.name or record is None or job.job_id not in submitted or job.name == record.name
+    named_alike = not job.name or record is None or job.job_id not in submitted or job.name == record.name
+    return named_alike or _holds_last_attempt(job, history)
+
+
+def _holds_last_attempt(job: SlurmJob, history: History) -> bool:
+    """Whether the last attempt began while this job ran, whose id no other job had at that time."""
+    last = history.last
+    if last is None or job.job_id != last.slurm_job_id or job.state not in ACTIVE or job.starts is None:
+        return False
+    return job.starts <= last.begun

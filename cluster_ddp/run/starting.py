@@ -33,9 +33,10 @@ def never_began(facts: Facts) -> tuple[RunState, str | None]:
     """Return state and reason of a run without an attempt since the last `resume`, and without a living job."""
     run, record, job, job_ids = facts.history.run, facts.record, facts.job, facts.job_ids
     if job is not None:
-        state = RunState.CANCELLED if facts.is_job_cancelled else RunState.LOST
         how = f"{facts.how_the_job_ended()} before an attempt started {_last_output(facts)}"
-        return state, f"Slurm job {job.job_id} {how}"
+        if facts.is_job_cancelled:
+            return RunState.CANCELLED, f"Slurm job {job.job_id} {how}"
+        return RunState.LOST, f"Slurm job {job.job_id} {how}. {to_continue(run.path)}"
     if record is not None and record.submitting is not None:
         return _not_in_queue(run, record, answered=facts.answered)
     if job_ids and facts.answered:

@@ -233,7 +233,6 @@ def parse_queue(answer: str) -> dict[str, SlurmJob]:
         comment, name, user = [*rest.rsplit("|", 2), "", ""][:3]
         reason, starts = _split_start(reason)
         owner = int(user) if user.isdecimal() else None
-        starts = starts if state in WAITING else None
         jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, comment, starts, name, owner)
     return jobs
 

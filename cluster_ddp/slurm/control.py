@@ -216,7 +216,8 @@ def all_nodes(partition: str) -> set[str]:
 
 def down_nodes(hosts: Sequence[str]) -> list[str]:
     """Return those of the hosts that Slurm considers down; empty if it cannot be queried."""
-    command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", f"--nodes={','.join(hosts)}"]
+    shown = ["--all", "--Node", "--format=%N", "--states=down,fail"]  # --all: in hidden partitions, too
+    command = ["sinfo", "--noheader", *shown, f"--nodes={','.join(hosts)}"]
     try:
         answer = call_once(command, seconds=_SECONDS / 2)
     except SlurmError:

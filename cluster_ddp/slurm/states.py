@@ -42,7 +42,8 @@ class SlurmJob(NamedTuple):
     reason: str  # why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` if Slurm gives no reason
     nodes: str  # the node list as Slurm writes it, empty while waiting
     comment: str  # its ``--comment``
-    starts: float | None = None  # Unix seconds when Slurm expects a waiting job to start; None if unknown
+    # Unix seconds when it has started, or when Slurm expects a waiting job to start; None if unknown
+    starts: float | None = None
     name: str = ""  # empty if unknown
     owner: int | None = None  # the id of its user; None if unknown
 

@@ -31,6 +31,15 @@ _ANSWERS = (
 )
 
 
+def signals_to_stop_at() -> tuple[signal.Signals, ...]:
+    """Return the signals of `STOPPING`, without SIGHUP if it is ignored: with nohup, training outlives its terminal."""
+    return tuple(
+        number
+        for number in present(*STOPPING)
+        if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN
+    )
+
+
 class Start(Protocol):
     """What the supervisor needs to know about a start."""
 
@@ -79,8 +88,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the node programs and wait until the last of them has ended, here and on other machines."""
-        handled = present(*STOPPING)
-        before = {number: signal.signal(number, self._note) for number in handled}
+        before = {number: signal.signal(number, self._note) for number in signals_to_stop_at()}
         try:
             self._children = [self._start_node(node) for node in self._start.nodes_here]
             while any(child.poll() is None for child in self._children) or not self._others_have_ended():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster_ddp.launch.environment import omp_threads
-from cluster_ddp.launch.processes import die_with_parent, present
+from cluster_ddp.launch.processes import die_with_parent
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.storage import open_append
@@ -27,7 +27,7 @@ from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.element import run_of_element
 from cluster_ddp.submit.machine import devices_here
-from cluster_ddp.submit.supervisor import STOPPING
+from cluster_ddp.submit.supervisor import signals_to_stop_at
 from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
 
 _POLL_SECONDS = 0.2
@@ -68,10 +68,7 @@ class SweepHere:
 
     def run(self, elements: Sequence[Element]) -> None:
         """Run elements to their end; the first Ctrl-C, or signal of `STOPPING`, makes those that train save and end."""
-        handled = present(*STOPPING)
-        # Ignored signals stay ignored: with nohup the sweep outlives the terminal.
-        handled = tuple(number for number in handled if signal.getsignal(number) is not signal.SIG_IGN)
-        before = {number: signal.signal(number, self._note) for number in handled}
+        before = {number: signal.signal(number, self._note) for number in signals_to_stop_at()}
         try:
             self._run(list(elements))
         finally:

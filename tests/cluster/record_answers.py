@@ -110,7 +110,9 @@ def record(cluster: SlurmCluster) -> dict[str, dict[str, str]]:
     cluster.crash_node(node)
     when(failed, "node failed, requeued", lambda info: info["Restarts"] == "1", end=False)
     recorder.answers["a node is down"] = {
-        "sinfo": run("sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", "--nodes=node1,node2,node3"),
+        "sinfo": run(
+            "sinfo", "--noheader", "--all", "--Node", "--format=%N", "--states=down,fail", "--nodes=node1,node2,node3",
+        ),
         "usable": run(
             "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N",
             "--states=idle,mixed,allocated,completing",

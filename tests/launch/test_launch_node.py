@@ -227,11 +227,13 @@ def test_a_script_that_ends_by_slurms_own_signal_was_stopped(start_node: Start, 
 
 
 def test_a_script_that_handles_no_signal_is_not_waited_for_when_it_is_to_end_at_once(start_node: Start) -> None:
-    node = start_node("plain_rank.py", light=True)
-    node.wait_for("begins")
+    node = start_node("plain_rank.py", "titled", light=True)
+    node.wait_for("begins as ")
+    pid = int(node.logs().rpartition("begins as ")[2])
     request_stop(node.attempt, reason=PERSON, level=AT_ONCE, by="test")
     status, _, _ = node.finish(8)
     assert (status, node.ended_as()) == (0, "stopped")
+    assert not is_alive(pid), "a rank is found even if it has changed the title of its process"
 
 
 def test_a_torch_that_refuses_its_environment_says_so(start_node: Start) -> None:

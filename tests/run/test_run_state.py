@@ -11,7 +11,7 @@ from run_builders import begin, begin_dead, hide, job, slurm_job, state_of
 
 from cluster_ddp.run import status
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.attempt_record import end_attempt, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
@@ -124,6 +124,7 @@ def test_an_end_before_an_attempt_is_told_with_the_end_of_the_output(
         (run.path / "slurm-7.out").write_text(output)
     found = describe(run, {"7": slurm_job("FAILED", "JobLaunchFailure", run_id=run.id)})
     assert found.state is RunState.LOST and words in str(found.reason)
+    assert str(found.reason).endswith(f"To continue: cluster-ddp resume {run.path}")
 
 
 def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run: RunDirectory, say: Say) -> None:
@@ -174,22 +175,23 @@ def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDire
 
 
 @pytest.mark.parametrize(
-    ("comment", "name", "foreign", "state"),
+    ("name", "foreign", "started_before", "state"),
     [
-        ("(null)", "digits", True, "LOST"),
-        ("(null)", "another", False, "LOST"),
-        ("(null)", "digits", False, "RUNNING"),  # a site may replace comments
-        ("(null)", "", False, "RUNNING"),  # Slurm has not said
+        ("digits", True, True, "LOST"),
+        ("another", False, False, "LOST"),
+        ("another", False, True, "RUNNING"),  # somebody has changed its name and its comment
+        ("digits", False, False, "RUNNING"),  # a site may replace comments
+        ("", False, False, "RUNNING"),  # Slurm has not said
     ],
 )
 def test_a_job_id_that_slurm_gave_to_any_job_since_says_nothing(
-    run: RunDirectory, say: Say, comment: str, name: str, foreign: bool, state: str
+    run: RunDirectory, say: Say, name: str, foreign: bool, started_before: bool, state: str
 ) -> None:
-    begin(run, slurm_job_id="7")
+    begun = read_attempt(begin(run, slurm_job_id="7")).begun
     hide(run, 0)
     say("submitted", None, via="sbatch", slurm_job_id="7")
     owner = run.record_file.stat().st_uid + foreign
-    found = SlurmJob("7", "RUNNING", "None", "n1", comment, None, name, owner)
+    found = SlurmJob("7", "RUNNING", "None", "n1", "(null)", begun + (-1.0 if started_before else 1.0), name, owner)
     assert state_of(run, {"7": found}) == state
 
 

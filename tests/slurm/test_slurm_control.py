@@ -136,6 +136,7 @@ def test_a_node_in_two_states_is_one(slurm: Path) -> None:
 def test_nodes_that_are_down_are_of_those_asked_about(slurm: Path) -> None:
     stand_in(slurm, "sinfo", "printf 'n2\nn7\n'")
     assert down_nodes(["n1", "n2"]) == ["n2"]
+    assert "--all " in calls(slurm)[0], "sinfo leaves out nodes that are only in hidden partitions"
     stand_in(slurm, "sinfo", "exit 1")
     assert down_nodes(["n1", "n2"]) == []
 

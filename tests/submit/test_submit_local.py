@@ -140,9 +140,10 @@ def test_ctrl_c_stops_with_status_5_and_resume_goes_on_with_the_same_size(call: 
 
 
 def test_the_signal_that_announces_an_end_stops_a_local_run_as_ctrl_c_does(call: Call, tmp_path: Path) -> None:
-    """As other schedulers, or `timeout -s USR1`, send it to the command."""
-    process = call("local", "job.yaml", "--procs", "1", "--set", "args=['100000']", light=True)
+    """As other schedulers, or `timeout -s USR1`, send it. With nohup the end of the terminal does not stop it."""
+    process = call("local", "job.yaml", "--procs", "1", "--set", "args=['100000']", light=True, within=["nohup"])
     run = wait_for_steps(tmp_path)
+    process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGUSR1)
     status, _, err = finish(process)
     assert status == 5, err
