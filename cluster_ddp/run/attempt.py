@@ -111,9 +111,12 @@ def begin_attempt(
         history, last = read_history(run, strict=True), read_attempt(run.attempt(number))
     if last is not None and decision is not None:
         record_decision(run.attempt(last.number), decision, writer=login_writer())
-    if slurm_job_id is not None:
-        add_slurm_job(run, slurm_job_id)
-    update_record(run, nodes=nodes, procs=procs)
+    try:
+        if slurm_job_id is not None:
+            add_slurm_job(run, slurm_job_id)
+        update_record(run, nodes=nodes, procs=procs)
+    except OSError as error:
+        raise RunError(f"cannot write {run.record_file}: {error}") from error
     if last is not None and last.number >= history.first_number:
         _take_over_stop(run.attempt(last.number), run.attempt(number))
     return run.attempt(number)

@@ -19,6 +19,7 @@ from cluster_ddp.run.history import Event
 from cluster_ddp.run.keeper_at_work import why_delayed
 from cluster_ddp.run.record import original_of
 from cluster_ddp.run.run_state import RunState
+from cluster_ddp.run.starting import last_output
 from cluster_ddp.run.stopfile import TERMINATED
 
 Found = tuple[RunState, str]
@@ -99,7 +100,8 @@ def _requeued_for_nothing(end: _End) -> Found | None:
     if job is None or job.job_id != end.last.slurm_job_id:
         return None
     # Newer Slurm versions call a job PREEMPTED if it ever was, however its last start ended.
-    perhaps = ". The batch host may not have been able to use the run directory"
+    output = last_output(end.facts)
+    perhaps = f" {output}. If that does not say why, the batch host may not have been able to use the run directory"
     if job.state == "DEADLINE":
         perhaps = ""
     elif job.reason == "PartitionDown":

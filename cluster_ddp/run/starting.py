@@ -33,7 +33,7 @@ def never_began(facts: Facts) -> tuple[RunState, str | None]:
     """Return state and reason of a run without an attempt since the last `resume`, and without a living job."""
     run, record, job, job_ids = facts.history.run, facts.record, facts.job, facts.job_ids
     if job is not None:
-        how = f"{facts.how_the_job_ended()} before an attempt started {_last_output(facts)}"
+        how = f"{facts.how_the_job_ended()} before an attempt started {last_output(facts)}"
         if facts.is_job_cancelled:
             return RunState.CANCELLED, f"Slurm job {job.job_id} {how}"
         return RunState.LOST, f"Slurm job {job.job_id} {how}. {to_continue(run.path)}"
@@ -65,7 +65,7 @@ def _not_in_queue(run: RunDirectory, record: RunRecord, *, answered: bool) -> tu
     )
 
 
-def _last_output(facts: Facts) -> str:
+def last_output(facts: Facts) -> str:
     """Quote the end of a job's output, for a job that has left no other word."""
     assert facts.job is not None
     name = facts.output_file(facts.job.job_id)

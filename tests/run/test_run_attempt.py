@@ -357,3 +357,10 @@ def test_a_folder_with_the_last_number_is_named(run: RunDirectory) -> None:
     with pytest.raises(RunError, match="999999 has the last number that an attempt can have"):
         begin_dead(run)
     assert [folder.name for folder in run.attempts.iterdir()] == ["999999"]
+
+
+def test_a_record_that_cannot_be_written_is_named(run: RunDirectory) -> None:
+    """As in a directory that its owner has made read-only, except for the folders in it."""
+    run.path.joinpath(f".{run.record_file.name}.holder").touch()
+    with pytest.raises(RunError, match=r"cannot write \S+run\.json: "):
+        begin(run, slurm_job_id="7")
