@@ -26,6 +26,16 @@ _FILE_NAME = "exits.jsonl"
 
 
 @dataclass(frozen=True)
+class StartedRank:
+    """A process that the agent has started."""
+
+    pid: int
+    rank: int
+    local_rank: int
+    folder: str  # where torchrun keeps its output
+
+
+@dataclass(frozen=True)
 class RankExit:
     """How one rank failed."""
 
@@ -42,9 +52,14 @@ class RankExits:
         self.log_dir = log_dir
         self._tail = Tail(log_dir / _FILE_NAME)
         self.failed: dict[int, RankExit] = {}  # ranks with an exit status other than 0, by process id
-        self.folders: dict[Path, int] = {}  # torchrun's folder for the output of a rank, and its rank
+        self.started: dict[int, StartedRank] = {}  # by process id
         self.left: set[int] = set()  # process ids of ranks that ended with status 0, as far as the agent has checked
         self.ended_by_agent: set[int] = set()  # process ids; because other ranks failed, or nodes joined or left
+
+    def unended(self) -> list[StartedRank]:
+        """Return the ranks whose end the agent has not recorded."""
+        ended = self.failed.keys() | self.left | self.ended_by_agent
+        return [rank for rank in self.started.values() if rank.pid not in ended]
 
     def read(self) -> None:
         """Read what was recorded since the last call."""
@@ -54,7 +69,7 @@ class RankExits:
                 self.ended_by_agent.update(record["ended_by_agent"])
                 self.left.update(record["left"])
                 self.failed |= {entry["pid"]: RankExit(**entry) for entry in record["failed"]}
-                self.folders |= {Path(folder): int(rank) for folder, rank in record["folders"].items()}
+                self.started |= {entry["pid"]: StartedRank(**entry) for entry in record["started"]}
 
 
 def record_exits(log_dir: Path) -> None:
@@ -67,7 +82,7 @@ def record_exits(log_dir: Path) -> None:
     def recording_wait(context: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         if context not in named:
             named.add(context)
-            _write(log_dir, folders=_folders(context))
+            _write(log_dir, started=_started(context))
         result = wait(context, timeout, period)
         if result is not None:
             failed = [_rank_exit(context, failure) for failure in result.failures.values()]
@@ -84,9 +99,13 @@ def record_exits(log_dir: Path) -> None:
     PContext.close = recording_close  # type: ignore[method-assign, assignment]
 
 
-def _folders(context: PContext) -> dict[str, int]:
-    files = {env.get("TORCHELASTIC_ERROR_FILE", ""): env["RANK"] for env in context.envs.values()}
-    return {str(Path(file).parent): int(rank) for file, rank in files.items() if file}
+def _started(context: PContext) -> list[StartedRank]:
+    envs = {number: env for number, env in context.envs.items() if "TORCHELASTIC_ERROR_FILE" in env}
+    return [
+        StartedRank(pid, int(env["RANK"]), number, str(Path(env["TORCHELASTIC_ERROR_FILE"]).parent))
+        for number, pid in context.pids().items()
+        if (env := envs.get(number)) is not None
+    ]
 
 
 def _rank_exit(context: PContext, failure: ProcessFailure) -> RankExit:
@@ -102,13 +121,13 @@ def _left(context: PContext) -> list[int]:
 def _write(
     log_dir: Path,
     *,
-    folders: dict[str, int] | None = None,
+    started: list[StartedRank] | None = None,
     failed: list[RankExit] | None = None,
     left: list[int] | None = None,
     ended_by_agent: list[int] | None = None,
 ) -> None:
     record = {
-        "folders": folders or {},
+        "started": [asdict(entry) for entry in started or []],
         "failed": [asdict(entry) for entry in failed or []],
         "left": left or [],
         "ended_by_agent": ended_by_agent or [],

@@ -101,9 +101,9 @@ class RankOutput:
     def gather(self, *, rest: bool = False) -> list[LogLine]:
         """Return what was printed since the last call; with `rest`, once all have ended, also unfinished lines."""
         self.exits.read()
-        for folder, rank in self.exits.folders.items():
-            self._follow(folder / "stdout.log", rank, is_error=False)
-            self._follow(folder / "stderr.log", rank, is_error=True)
+        for started in self.exits.started.values():
+            self._follow(Path(started.folder) / "stdout.log", started.rank, is_error=False)
+            self._follow(Path(started.folder) / "stderr.log", started.rank, is_error=True)
         if sum(map(len, self._waiting)) > _MAX_WAITING and not rest:
             self._write()
             return []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.job.errors import Cause
+from cluster_ddp.launch.exits import StartedRank
 from cluster_ddp.launch.heartbeat import HeartbeatFile, RankSlot
 from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.processes import cpu_seconds, is_alive, marked_processes
@@ -63,14 +64,21 @@ class LocalRanks:
         """The ranks that were alive at the last `poll`."""
         return list(self._living.values())
 
-    def poll(self) -> list[Rank]:
-        """Find new ranks, and return those that have ended since the last call."""
+    def poll(self, started: Iterable[StartedRank] = ()) -> list[Rank]:
+        """Find new ranks, and return those that have ended since the last call.
+
+        Parameters
+        ----------
+        started
+            Those that the agent has recorded and that have not ended, as far as it has: a program that has written its
+            title over its environment (setproctitle) is found only by this.
+        """
         gone = [rank for rank in self._living.values() if not is_alive(rank.pid)]
         for rank in gone:
             del self._living[rank.pid]
         if len(self._living) < self._procs:
-            for rank in _find(self._heartbeat.path):
-                if rank.pid not in self.seen:
+            for rank in [*_find(self._heartbeat.path), *map(_as_recorded, started)]:
+                if rank.pid not in self.seen and is_alive(rank.pid):
                     self._living[rank.pid] = self.seen[rank.pid] = rank
         if self._living or not self.seen:
             self.none_since = None
@@ -117,7 +125,7 @@ class LocalRanks:
     def cpu_seconds(self) -> dict[int, float]:
         """Return the CPU time that the ranks and the processes they have started have used so far, by process id."""
         started = (process for process in marked_processes(self._heartbeat.path) if "RANK" in process.environment)
-        return {process.pid: cpu_seconds(process.pid) for process in started}
+        return {pid: cpu_seconds(pid) for pid in [*self._living, *(process.pid for process in started)]}
 
     def done_for(self) -> float | None:
         """Return for how many seconds all ranks of the node have been done while any is alive; None if they are not."""
@@ -140,6 +148,11 @@ def _find(heartbeat: Path) -> Iterable[Rank]:
                 stderr=_file_behind(process.pid, 2, error_file and error_file.with_name("stderr.log")),
                 error_file=error_file,
             )
+
+
+def _as_recorded(started: StartedRank) -> Rank:
+    stdout, stderr, error = (Path(started.folder) / name for name in ("stdout.log", "stderr.log", "error.json"))
+    return Rank(started.pid, started.rank, started.local_rank, stdout, stderr, error)
 
 
 def _file_behind(pid: int, descriptor: int, usual: Path | None) -> Path | None:

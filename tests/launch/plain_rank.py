@@ -15,6 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+if "titled" in sys.argv:
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])  # env_start, env_end
+    ctypes.memset(begin, 0, end - begin)
 stopped: list[int] = []
 if "helper" in sys.argv:
     helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
@@ -25,9 +28,6 @@ if "helper" in sys.argv:
 for word, number in (("handles", signal.SIGTERM), ("usr1", signal.SIGUSR1)):
     if word in sys.argv:
         signal.signal(number, lambda number, _: stopped.append(number))
-if "titled" in sys.argv:
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])  # env_start, env_end
-    ctypes.memset(begin, 0, end - begin)
 print("begins as", os.getpid(), flush=True)
 while not stopped:
     time.sleep(0.05)

@@ -74,6 +74,9 @@ def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path)
     first, second = pids["2-0"], pids["1-1"]
     assert cause == {first: RankExit(first, 2, 2, -9), second: RankExit(second, 1, 1, 7)}, f"{CHANGED}\n{done.stderr}"
     assert exits.left == {pids["0-1"]}, CHANGED
+    assert exits.started.keys() == set(pids.values()) and exits.started[first].rank == 2, CHANGED
+    assert all(Path(started.folder, "stdout.log").is_file() for started in exits.started.values()), CHANGED
+    assert not exits.unended(), CHANGED
     assert exits.ended_by_agent == set(pids.values()) - {first, second, pids["0-1"]}, CHANGED
 
 

@@ -24,10 +24,13 @@ class Printing:
     def __init__(self, folder: Path, log: Path) -> None:
         self.folder = folder
         self.output = RankOutput(log, folder)
-        folders = {str(folder / str(local)): local + 4 for local in (0, 1)}
-        for place in folders:
-            Path(place).mkdir(parents=True)
-        record = {"folders": folders, "failed": [], "left": [], "ended_by_agent": []}
+        started = [
+            {"pid": local, "rank": local + 4, "local_rank": local, "folder": str(folder / str(local))}
+            for local in (0, 1)
+        ]
+        for rank in started:
+            Path(str(rank["folder"])).mkdir(parents=True)
+        record = {"started": started, "failed": [], "left": [], "ended_by_agent": []}
         (folder / "exits.jsonl").write_text(json.dumps(record) + "\n")
 
     def say(self, local: int, text: str, stream: str = "stdout") -> None:

@@ -36,7 +36,7 @@ common = {
 def record(**what: object) -> None:
     """Tell the node program, as `cluster_ddp.launch.exits` does."""
     with (logs / "exits.jsonl").open("a") as file:
-        file.write(f"{json.dumps({'folders': {}, 'failed': [], 'left': [], 'ended_by_agent': [], **what})}\n")
+        file.write(f"{json.dumps({'started': [], 'failed': [], 'left': [], 'ended_by_agent': [], **what})}\n")
 
 
 folders = [logs / "light" / "attempt_0" / str(local_rank) for local_rank in range(procs)]
@@ -48,7 +48,12 @@ for local_rank, folder in enumerate(folders):
     with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
         environment = os.environ | common | own
         ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True))
-record(folders={str(folder): node * procs + local_rank for local_rank, folder in enumerate(folders)})
+record(
+    started=[
+        {"pid": rank.pid, "rank": node * procs + local_rank, "local_rank": local_rank, "folder": str(folder)}
+        for local_rank, (rank, folder) in enumerate(zip(ranks, folders, strict=True))
+    ]
+)
 
 while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
     time.sleep(0.02)
