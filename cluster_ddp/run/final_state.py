@@ -106,6 +106,8 @@ def _requeued_for_nothing(end: _End) -> Found | None:
         perhaps = ""
     elif job.reason == "PartitionDown":
         perhaps = ". Its partition was removed: add --set slurm.partition=NAME (sinfo -s)"
+    elif job.state == "NODE_FAIL":
+        perhaps = ". A node of it failed, or its partition was removed (sinfo -s)"
     elif job.state == "COMPLETED":  # no start that begins no attempt ends so: it was the last one's own exit
         perhaps = ". Slurm has forgotten the requeue: its controller died before it had saved that"
     how = f"{end.facts.how_the_job_ended()} before an attempt started"

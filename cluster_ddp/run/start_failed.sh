@@ -157,6 +157,12 @@ printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id
     "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
     >>"$said"
 
+# Sites may requeue jobs after certain exit statuses (RequeueExit), which would never end.
+if ! $queued; then
+    shown=$(call scontrol show job -o "$task")
+    is_queued "$shown" || [[ $shown != *\ Requeue=1\ * ]] || call scontrol update JobId="$task" Requeue=0
+fi
+
 # Hosts can be excluded only from a job in the queue.
 $queued && next=$task
 [[ -n $next && -n $leave ]] && call scontrol update JobId="$next" ExcNodeList="$leave" &&

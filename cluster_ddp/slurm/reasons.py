@@ -23,8 +23,8 @@ _PLAIN = {
     "PartitionInactive": "its partition is closed (sinfo -s); it starts when it is opened again",
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes, or too few of those that it has are up "
     "(sinfo)",
-    "PartitionConfig": "does not start: it asks for more than the nodes of its partition have (sinfo -o '%P %c %m %G' "
-    "lists them); cancel the run and resume it with less",
+    "PartitionConfig": "does not start: its partition is not for this user (scontrol show partition), or its nodes "
+    "have less than the job asks for (sinfo -o '%P %c %m %G'); cancel the run and resume it with other settings",
     "PartitionTimeLimit": "does not start: the partition allows less time; cancel the run and resume it with a shorter "
     "--set slurm.time=TIME (sinfo -o '%P %l' lists what each allows)",
     "NodeDown": "a node that it needs is down (sinfo -R says why); it starts when that is back",

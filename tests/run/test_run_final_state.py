@@ -85,7 +85,8 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     assert found.state is RunState.LOST
     assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt started" in str(found.reason)
     told = "slurm-7.out ends with: No module named" in str(found.reason) and "run directory" in str(found.reason)
-    assert told == (state not in ("DEADLINE", "COMPLETED"))
+    assert told == (state not in ("DEADLINE", "COMPLETED", "NODE_FAIL"))
+    assert ("its partition was removed" in str(found.reason)) == (state == "NODE_FAIL")
     assert ("forgotten the requeue" in str(found.reason)) == (state == "COMPLETED")
     assert str(found.reason).endswith(f"cluster-ddp resume {run.path}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"

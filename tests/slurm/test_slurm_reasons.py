@@ -19,7 +19,7 @@ from cluster_ddp.slurm.reasons import in_words
         ("AssocMaxJobsLimit", "the account limits the jobs of one user"),
         ("DependencyNeverSatisfied", "never starts"),
         ("BadConstraints", "never starts: no node that it does not exclude has what it asks for"),
-        ("PartitionConfig", "does not start: it asks for more than the nodes of its partition have"),
+        ("PartitionConfig", "does not start: its partition is not for this user"),
         ("BeginTime", "not before its begin time"),
         ("InvalidQOS", "does not start: its QOS is no longer there"),
         ("JobArrayTaskLimit", "waits for other jobs of its array"),

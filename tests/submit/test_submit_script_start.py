@@ -292,12 +292,16 @@ def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(st
     line = 'echo "a \\"quoted\\" word"; ((SLURM_RESTART_COUNT == 0)) # of \\ them'
     script = stage.write(launch={"setup": [line]})
     assert stage.perform(script, SLURM_RESTART_COUNT="0") == 0, stage.output
-    stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None X=y")
     for restart in ("1", "2", "3"):
+        stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Requeue=1 Restarts={restart} PreemptTime=None X=y")
         assert stage.perform(script, SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
         assert stage.status()["state"] == "REQUEUED"
+    forbidden = ["update", "JobId=77", "Requeue=0"]
+    assert forbidden not in stage.calls("scontrol")
+    stage.does(job="JobId=77 JobState=RUNNING Reason=None Requeue=1 Restarts=4 PreemptTime=None X=y")
     assert stage.perform(script, SLURM_RESTART_COUNT="4", SLURMD_NODENAME="node-b") == 1
     assert stage.requeues() == ["77"] * 4
+    assert forbidden in stage.calls("scontrol"), "a site's RequeueExit would start it again and again"
     found = stage.status()
     assert (found["state"], found["attempts"]) == ("FAILED", 1)
     assert "restart failed on node-b: launch.setup: status 1 from: ((SLURM_RESTART_COUNT == 0))" in found["reason"]
