@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from cluster_ddp.job.errors import Cause
-from cluster_ddp.launch.exits import RankExit, RankExits
+from cluster_ddp.launch.exits import RankExit, RankExits, StartedRank
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.processes import kill_all
 from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.run.causes import describe_failure, shortened
@@ -243,6 +244,18 @@ def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> N
     scene.failures.note([scene.ranks.seen[process.pid]], agent_ended=True)
     scene.failures.note([], agent_ended=True)
     assert "ValueError: wrong" in scene.event()["error"]
+
+
+def test_a_rank_that_shows_no_environment_is_known_from_its_agent(scene: Scene) -> None:
+    """A program may overwrite it as soon as it starts, as setproctitle does."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True, env={"PATH": os.environ["PATH"]}) as process:
+        assert scene.ranks.poll() == scene.ranks.living == []
+        started = StartedRank(process.pid, 4, 0, str(scene.folder))
+        assert scene.ranks.poll([started]) == []
+        assert [(rank.pid, rank.rank) for rank in scene.ranks.living] == [(process.pid, 4)]
+        assert kill_all(scene.heartbeat.path, ranks=[process.pid]) == []
+    assert [rank.stderr for rank in scene.ranks.poll([started])] == [scene.folder / "stderr.log"]
+    assert scene.ranks.living == []
 
 
 DUMP = (
