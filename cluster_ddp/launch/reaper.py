@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster_ddp.launch.processes import ASK_TO_END, KILL, kill_all, marked_processes, present, send
+from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
 
 if TYPE_CHECKING:
     from cluster_ddp.launch.rank_output import RankOutput
@@ -41,28 +43,44 @@ class Reaper:
             start_new_session=True,
         )
 
+        self._known: set[int] = set()
+
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def know(self, ranks: Iterable[int]) -> None:
+        """Tell it the processes of ranks: it may find no mark on those that set their titles (setproctitle)."""
+        for pid in ranks:
+            if pid not in self._known:
+                self._known.add(pid)
+                self._say(identity_name(identify(pid)).encode() + b"\n")
+
     def dismiss(self) -> None:
         """Dismiss the reaper: there is nothing left to end."""
+        self._say(_IN_ORDER)
         with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(_IN_ORDER)
+            self._process.communicate()
+
+    def _say(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody has killed it
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
 
 
 def _watch(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     said = sys.stdin.buffer.read()  # returns when the node program has closed its end, or is gone
-    if said != _IN_ORDER:
-        _end(heartbeat)
+    if not said.endswith(_IN_ORDER):
+        _end(heartbeat, list(map(parse_identity, said.decode(errors="replace").splitlines())))
         _rescue(heartbeat, attempt, log, folder)
         with contextlib.suppress(OSError):
             heartbeat.unlink()
 
 
-def _end(heartbeat: Path) -> None:
+def _end(heartbeat: Path, ranks: Iterable[ProcessIdentity | None]) -> None:
     saving = _ranks_on(heartbeat)
     for process in marked_processes(heartbeat):
         if process.leads_session and process.pid not in saving and "RANK" in process.environment:
@@ -70,7 +88,7 @@ def _end(heartbeat: Path) -> None:
     deadline = time.monotonic() + SAVE_SECONDS
     while marked_processes(heartbeat) and time.monotonic() < deadline:
         time.sleep(0.1)
-    kill_all(heartbeat)
+    kill_all(heartbeat, ranks={rank.pid for rank in ranks if rank is not None and is_alive(rank)})
 
 
 def _rescue(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:

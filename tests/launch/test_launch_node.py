@@ -182,12 +182,16 @@ def test_a_rank_that_is_killed_is_restarted_inside_the_allocation(start_node: St
     assert "rank 0 begins, restart 1" in out
 
 
-@pytest.mark.parametrize(("script", "args"), [("heartbeat_rank.py", (FOREVER, "helper")), ("plain_rank.py", ())])
+@pytest.mark.parametrize(
+    ("script", "args"), [("heartbeat_rank.py", (FOREVER, "helper")), ("plain_rank.py", ("titled",))]
+)
 def test_nothing_survives_the_node_program(start_node: Start, script: str, args: tuple[str, ...]) -> None:
-    node = start_node(script, *args, light=not args)
+    light = "titled" in args  # which shows no mark
+    node = start_node(script, *args, light=light)
     node.wait_for("begins")
     pids = [process.pid for process in node.tree()]
-    assert len(pids) == (5 if args else 2)  # the agent, two ranks with a helper each or one without
+    assert len(pids) == (1 if light else 5)  # the agent, and two ranks with a helper each
+    pids += [int(node.logs().rpartition("begins as ")[2])] if light else []
     os.kill(node.pid, signal.SIGKILL)
     wait_until("all gone", lambda: not any(map(is_alive, pids)), 8)
 
