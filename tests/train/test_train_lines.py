@@ -59,6 +59,16 @@ def test_lines_that_were_never_taken_are_counted(
     assert "2 lines are lost" in capsys.readouterr().err
 
 
+def test_a_file_that_somebody_deletes_is_created_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = LineFile(path)
+    file.write("first")
+    path.unlink()
+    file.write("second")
+    file.close()
+    assert path.read_text() == "second\n"
+
+
 def test_a_torn_line_does_not_spoil_the_next(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')

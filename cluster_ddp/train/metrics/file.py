@@ -20,7 +20,8 @@ class LineFile:
     """Appends lines, each written to the file at once. Only one process may write to it.
 
     Lines that cannot be written are kept, and written before the next one that can: a full disk neither loses lines nor
-    ends the training. A partial line left by a killed process is terminated first.
+    ends the training. A partial line left by a killed process is terminated first. A file that somebody deletes is
+    created again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,6 +44,10 @@ class LineFile:
 
     def _pass_on(self) -> None:
         try:
+            if os.fstat(self._fd).st_nlink == 0:  # somebody has deleted it
+                fd, _ = open_lines(self._path)
+                os.close(self._fd)
+                self._fd = fd
             while self._kept:
                 written = os.write(self._fd, self._kept[0])
                 rest = self._kept.popleft()[written:]
