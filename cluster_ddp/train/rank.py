@@ -32,25 +32,38 @@ class Beat:
 
     def __init__(self, slot: RankSlot | None = None) -> None:
         self._slot = slot
+        self._pid = os.getpid()
         self.phase = Phase.STARTING
         self.steps = 0  # finished steps
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase; counts as a heartbeat."""
+        self._end_a_copy()
         self.phase = phase
         if self._slot is not None:
             self._slot.set_phase(phase)
 
     def step(self, steps: int) -> None:
         """Set the number of finished steps; counts as a heartbeat."""
+        self._end_a_copy()
         self.steps = steps
         if self._slot is not None:
             self._slot.beat(steps)
 
     def fail(self, cause: Cause) -> None:
         """Report that this rank fails, and why."""
+        self._end_a_copy()
         if self._slot is not None:
             self._slot.set_cause(cause)
+
+    def _end_a_copy(self) -> None:
+        """End this process if the program has forked it from the rank: both would write the same checkpoints."""
+        if os.getpid() != self._pid:
+            say(
+                f"cluster_ddp: process {os.getpid()} ends here: the program has forked it (os.fork) from process "
+                f"{self._pid}, a rank, and let it train on. Let such a process end with os._exit()"
+            )
+            os._exit(1)
 
     def expect_alone(self) -> None:
         """Check that no other process has become the same rank.

@@ -20,6 +20,7 @@ from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.train import TrainError, join_run
+from cluster_ddp.train.rank import Beat
 from cluster_ddp.train.script import alone_in
 
 
@@ -239,3 +240,14 @@ def test_a_second_process_does_not_join_as_the_same_rank(launched: bool, tmp_pat
     else:
         assert f"trains in {tmp_path / 'own'} at the same time" in log.read_text()
         assert [path.name for path in (tmp_path / "own").iterdir()] == ["checkpoints"]
+
+
+def test_a_copy_of_a_rank_does_not_train_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both would write the same checkpoints, and share what the thread that writes them has open."""
+    beat = Beat()
+    beat.step(1)
+    if (child := os.fork()) == 0:
+        beat.step(2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert f"process {child} ends here: the program has forked it" in capfd.readouterr().err
