@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,7 +23,8 @@ from cluster_ddp.run.remarks import last_failure, warnings_of
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.state import state_of
-from cluster_ddp.slurm.control import cluster_name
+from cluster_ddp.run.storage import owner_of
+from cluster_ddp.slurm.control import cluster_name, hides_jobs_of_others
 from cluster_ddp.slurm.states import SlurmJob
 
 # The only events, besides checkpoints, that say how far an attempt got; some are written by the node programs.
@@ -125,7 +127,7 @@ def summarize_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) 
 def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
     run, record, ids = known.run, known.record, known.slurm_job_ids
     job = current_job(known, history, slurm_jobs or {})
-    answered = slurm_jobs is not None and (job is not None or _is_of_this_cluster(history))
+    answered = slurm_jobs is not None and (job is not None or _would_be_shown(history))
     state, reason = state_of(Facts(history, record, job, answered=answered, job_ids=ids))
     if reason is None and state is RunState.RUNNING:
         kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)
@@ -145,9 +147,14 @@ def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJo
     )
 
 
-def _is_of_this_cluster(history: History) -> bool:
-    """Whether Slurm here would know the job of the last attempt: several clusters may share a file system."""
-    last = history.current_attempt
+def _would_be_shown(history: History) -> bool:
+    """Whether Slurm here would show this person the run's job.
+
+    Several clusters may share a file system, and many show people only their own jobs.
+    """
+    last, owner, me = history.current_attempt, owner_of(history.run.record_file), os.geteuid()
+    if me not in (0, owner) and hides_jobs_of_others():
+        return False
     return last is None or last.cluster is None or cluster_name() in (None, last.cluster.lower())
 
 

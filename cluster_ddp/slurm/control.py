@@ -43,14 +43,24 @@ def max_array_size() -> int:
 
 
 @functools.cache
+def configuration() -> str:
+    """Return Slurm's configuration as it was when first asked for; empty if it cannot be queried."""
+    try:
+        return call_once(["scontrol", "show", "config"], seconds=_SECONDS / 4)
+    except SlurmError:
+        return ""
+
+
 def cluster_name() -> str | None:
     """Return what Slurm calls this cluster, in lower case, as it does not tell cases apart; None if not known."""
-    try:
-        config = call_once(["scontrol", "show", "config"], seconds=_SECONDS / 4)
-    except SlurmError:
-        return None
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", configuration(), re.MULTILINE)
     return found[1].lower() if found else None
+
+
+def hides_jobs_of_others() -> bool:
+    """Whether Slurm shows people only their own jobs; False if it cannot be queried."""
+    found = re.search(r"^PrivateData\s*=\s*(\S+)", configuration(), re.MULTILINE)
+    return found is not None and not {"jobs", "all"}.isdisjoint(found[1].lower().split(","))
 
 
 def _configured(key: str, *, seconds: float) -> float | None:

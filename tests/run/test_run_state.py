@@ -107,6 +107,17 @@ def test_slurm_of_another_cluster_says_nothing(run: RunDirectory, say: Say, monk
         assert state_of(run, {}) == "LOST"
 
 
+def test_slurm_that_hides_the_jobs_of_others_says_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run of a colleague was LOST, and a `resume` would have started it beside itself."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    owner = run.record_file.stat().st_uid
+    monkeypatch.setattr(status, "hides_jobs_of_others", lambda: True)
+    for me, state in ((owner + 1, "RUNNING"), (owner, "LOST"), (0, "LOST")):
+        monkeypatch.setattr(status.os, "geteuid", lambda me=me: me)
+        assert state_of(run, {}) == state
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from slurm_stand_ins import calls, stand_in
 
+from cluster_ddp.slurm import control
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
 from cluster_ddp.slurm.control import (
     closed_hosts,
     down_nodes,
     exclude_hosts,
+    hides_jobs_of_others,
     kill_wait,
     requeue_job,
     show_job,
@@ -139,6 +141,12 @@ def test_nodes_that_are_down_are_of_those_asked_about(slurm: Path) -> None:
     assert "--all " in calls(slurm)[0], "sinfo leaves out nodes that are only in hidden partitions"
     stand_in(slurm, "sinfo", "exit 1")
     assert down_nodes(["n1", "n2"]) == []
+
+
+def test_whether_people_see_only_their_own_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for private, hides in (("none", False), ("nodes,users", False), ("accounts,jobs", True), ("ALL", True)):
+        monkeypatch.setattr(control, "configuration", lambda shown=private: f"PrivateData             = {shown}\n")
+        assert hides_jobs_of_others() == hides
 
 
 def test_a_requeue_is_asked_for_once_and_a_refusal_has_slurms_words(slurm: Path) -> None:
