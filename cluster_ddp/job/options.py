@@ -42,6 +42,7 @@ _RENDERED = {
     "SLURM_CLUSTERS for all of them",
     "output": "the output goes to the run directory",
     "error": "the output goes to the run directory",
+    "no-kill": "a job that loses a node has to end, so that Slurm starts it again",
     "open-mode": "requeued attempts have to append to the output",
     "parsable": "cluster-ddp reads the output of sbatch",
     "test-only": "use submit --dry-run",

@@ -127,6 +127,7 @@ class SlurmAllocation:
 
     def __init__(self, start: SlurmStart) -> None:
         self._start = start
+        self._restarts = start.restart_count  # as Slurm counts them now
         self._kill_wait: float | None = None
         self._grace_end = ""
         self._full_names: dict[str, str] = {}  # by short names
@@ -158,7 +159,7 @@ class SlurmAllocation:
     @_unharmed()
     def why_it_ends(self, seconds: float) -> str | None:
         job = self._show(seconds)
-        return None if job is None else why_it_ends(job, self._start.restart_count, self._grace_end)
+        return None if job is None else why_it_ends(job, self._restarts, self._grace_end)
 
     @_unharmed()
     def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
@@ -168,7 +169,7 @@ class SlurmAllocation:
         if job is None:
             return None
         learning.join()
-        why = why_it_ends(job, self._start.restart_count, self._grace_end)
+        why = why_it_ends(job, self._restarts, self._grace_end)
         if why == REQUEUED and down_nodes(self._start.hosts):
             why = NODE_FAILURE
         waited = time.monotonic() - since
@@ -182,6 +183,8 @@ class SlurmAllocation:
     def _show(self, seconds: float = _SHORT_SECONDS) -> JobInfo | None:
         job = show_job(self._start.task, seconds=seconds)
         if job is not None:
+            if job.state in LETS_RUN and job.restarts.isdigit():  # fewer, if the controller has lost its latest state
+                self._restarts = min(self._restarts, int(job.restarts))
             if job.state in LETS_RUN and not is_ending(job):  # otherwise it is the time at which the job ends
                 self._ends_at = unix_time(job.end_time) or self._ends_at  # an answer may lack it
             self._grace_end = grace_end(job) or self._grace_end
@@ -209,7 +212,7 @@ class SlurmAllocation:
         job = self._show()
         if job is None:
             return
-        queued = job.restarts != str(self._start.restart_count)
+        queued = job.restarts != str(self._restarts)
         with contextlib.suppress(SlurmError):
             if queued and unwanted:
                 cancel_job(self._start.task)

@@ -15,6 +15,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import may_belong
 from cluster_ddp.run.record import is_of_original, read_record
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, query_jobs
+from cluster_ddp.slurm.control import show_job
 from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import ACTIVE, SlurmJob
 
@@ -56,6 +57,7 @@ def begin(
         cluster=start.cluster or None,
         job_alive=_job_is_active,
         another_runs=lambda job_id: _is_another_runs(run, job_id),
+        is_latest_start=lambda: _is_latest(start),
         given_up=given_up,
     )
     if attempt.number:
@@ -79,6 +81,12 @@ def _job_is_active(job_id: str) -> bool | None:
             time.sleep(ASK_AGAIN_SECONDS)
         else:
             return job is not None and job.state in ACTIVE
+
+
+def _is_latest(start: SlurmStart) -> bool:
+    """Whether Slurm counts no restart of the job after this one."""
+    job = show_job(start.task, seconds=_QUEUE_SECONDS)
+    return job is not None and job.restarts == str(start.restart_count)
 
 
 def _is_another_runs(run: RunDirectory, job_id: str) -> bool:

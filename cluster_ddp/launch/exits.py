@@ -57,7 +57,8 @@ class RankExits:
         self.ended_by_agent: set[int] = set()  # process ids; because other ranks failed, or nodes joined or left
 
     def unended(self) -> list[StartedRank]:
-        """Return the ranks whose end the agent has not recorded."""
+        """Return the ranks whose end the agent has not recorded by now."""
+        self.read()
         ended = self.failed.keys() | self.left | self.ended_by_agent
         return [rank for rank in self.started.values() if rank.pid not in ended]
 

@@ -35,6 +35,7 @@ def begin_attempt(
     cluster: str | None = None,
     job_alive: Callable[[str], bool | None] | None = None,
     another_runs: Callable[[str], bool] | None = None,
+    is_latest_start: Callable[[], bool] = lambda: False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> AttemptDirectory:
     """Begin the next attempt of a run, or return the one that this allocation has already begun.
@@ -56,6 +57,9 @@ def begin_attempt(
     another_runs
         Asks Slurm whether a job belongs to a different run: then this directory is a copy of that one, and what is
         alive is not its own. Called only when the previous attempt may be alive.
+    is_latest_start
+        Asks Slurm whether its count of the job's restarts is this one's. Called only when a later start seems to have
+        begun an attempt.
     given_up
         Whether nobody waits for the attempt any longer, since storage held it up. Asked last, just before the attempt
         begins.
@@ -77,10 +81,13 @@ def begin_attempt(
     while True:
         refuse_ended(history)
         if last is not None:
-            if slurm_job_id is not None and last.slurm_job_id == slurm_job_id and last.number >= history.first_number:
-                if last.restart_count == restart_count:
+            same_job = slurm_job_id is not None and last.slurm_job_id == slurm_job_id
+            if same_job and last.number >= history.first_number:
+                is_over = last.ended is not None  # and Slurm, which has lost its latest state, counts from an older one
+                if last.restart_count == restart_count and not is_over:
                     return run.attempt(last.number)
-                if last.restart_count > restart_count:  # its storage held this one up, or it was cut off from Slurm
+                # Its storage held this one up, or it was cut off from Slurm.
+                if last.restart_count > restart_count and not (is_over and is_latest_start()):
                     raise RunAlive(
                         f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
                         f"begins in this earlier start. If that attempt is over: {resume_command(run.path)}"

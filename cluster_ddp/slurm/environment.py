@@ -30,8 +30,12 @@ _VARIABLES = {
 }
 """By option: the variables that would override it, or that sbatch refuses together with it."""
 
-_NEVER = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_OUTPUT", "SBATCH_WAIT"})
-"""They would make several jobs of one run, take its output elsewhere, want input, or make sbatch wait for the end."""
+_NEVER = frozenset(
+    {"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_NO_KILL", "SBATCH_OUTPUT", "SBATCH_WAIT"}
+)
+"""They would make several jobs of one run, take its output elsewhere, want input, keep a job alive that has lost a node,
+or make sbatch wait for the end.
+"""
 
 _FILTERS = re.compile(
     r"(SQUEUE|SINFO|SACCT|SCANCEL)_(?!(ALL|FEDERATION|LOCAL|SIBLING)$)\w+|SLURM_(TIME_FORMAT|BITSTR_LEN)"

@@ -104,6 +104,7 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(errors_of: Err
     [
         ("{signal: USR1}", "use requeue.signal and requeue.warning"),
         ("{output: x}", "the output goes to the run directory"),
+        ("{no-kill: true}", "a job that loses a node has to end"),
         ("{job-name: x}", "use name"),
         ("{clusters: big}", "query the cluster of this login node"),
         ("{gpus: 3}", "use slurm.gpus_per_node"),

@@ -108,3 +108,19 @@ def test_hosts_that_slurm_knows_by_full_names_are_excluded_by_them(
     assert allocation.has_enough_others(bad)
     assert allocation.keep_from(bad)
     assert "ExcNodeList=n1.cluster.org,n3.cluster.org" in (tmp_path / "said").read_text()
+
+
+def test_restarts_that_slurms_controller_has_forgotten_are_not_taken_for_a_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started with an older state: the job was not queued again at its end, as it seemed to be already."""
+    start = this_start({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"})
+    assert start is not None
+    allocation = SlurmAllocation(start)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    scontrol, found = tmp_path / "scontrol", []
+    for shown in ("RUNNING Reason=None Restarts=0", "COMPLETING Reason=TimeLimit Restarts=0", "PENDING Restarts=1"):
+        scontrol.write_text(f"#!/bin/bash\necho 'JobId=77 JobState={shown} PreemptTime=None'\n")
+        scontrol.chmod(0o755)
+        found.append(allocation.why_it_ends(10))
+    assert found == ["terminated", "time-limit", "requeued"]

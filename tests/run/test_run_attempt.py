@@ -120,6 +120,19 @@ def test_the_same_allocation_gets_its_attempt_back(run: RunDirectory) -> None:
     assert list_attempts(run) == [first]
 
 
+def test_a_start_that_slurm_counts_from_an_older_state_begins_an_attempt(run: RunDirectory) -> None:
+    """Its controller has lost its latest state, and with it some of the restarts."""
+    end_attempt(begin(run, slurm_job_id="5", restart_count=2))
+    second = begin(run, slurm_job_id="5", restart_count=2)
+    assert second.number == 1
+    with pytest.raises(RunAlive):
+        begin(run, slurm_job_id="5", restart_count=1, is_latest_start=lambda: True)
+    end_attempt(second)
+    with pytest.raises(RunAlive):
+        begin(run, slurm_job_id="5", restart_count=1)
+    assert begin(run, slurm_job_id="5", restart_count=1, is_latest_start=lambda: True).number == 2
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_attempt_that_was_alive_as_its_run_was_resumed_counts_on(run: RunDirectory, say: Say, stopped: bool) -> None:
     """As where squeue has once answered with nothing, and the run's second job starts on the same node."""
