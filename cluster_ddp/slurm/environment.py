@@ -33,8 +33,8 @@ _VARIABLES = {
 _NEVER = frozenset(
     {"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_NO_KILL", "SBATCH_OUTPUT", "SBATCH_WAIT"}
 )
-"""They would make several jobs of one run, take its output elsewhere, want input, keep a job alive that has lost a node,
-or make sbatch wait for the end.
+"""They would make several jobs of one run, take its output elsewhere, want input, keep a job that has lost a node, or
+make sbatch wait for the end.
 """
 
 _FILTERS = re.compile(
