@@ -28,7 +28,6 @@ from train_tasks import (
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import DataError, TaskError, TrainError
-from cluster_ddp.train.metric_names import metric_names
 from cluster_ddp.train.model import prepare_model
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.trainer import Trainer
@@ -228,40 +227,6 @@ def test_the_metric_of_the_best_checkpoint_must_exist(tmp_path: Path) -> None:
     trainer = Trainer(job(**sections), NamesByVariable())
     with pytest.raises(TaskError, match=refusal):
         trainer.run()
-
-
-class AddsMetrics:
-    """Ways of writing down the names of metrics."""
-
-    def by_item(self, model: nn.Module) -> dict[str, Any]:
-        found = {"loss": model}
-        if model.training:
-            found["accuracy"] = model
-        return found
-
-    @torch.no_grad()
-    def in_two_places(self, model: nn.Module) -> dict[str, Any]:
-        if model.training:
-            return {"loss": model}
-        return {"loss": model, "accuracy": model}
-
-    def by_update(self, model: nn.Module) -> dict[str, Any]:
-        found = {"loss": model}
-        found.update(accuracy=model)
-        return found
-
-    def of_another(self, model: nn.Module) -> dict[str, Any]:
-        return {"loss": model, **self.by_item(model)}
-
-    def by_number(self, model: nn.Module) -> dict[str, Any]:
-        return {f"top{number}": model for number in (1, 5)}
-
-
-def test_the_source_shows_the_names_of_metrics_or_not() -> None:
-    tasks = AddsMetrics()
-    both = ["loss", "accuracy"]
-    assert metric_names(tasks.by_item) == both and metric_names(tasks.in_two_places) == both
-    assert [metric_names(way) for way in (tasks.by_update, tasks.of_another, tasks.by_number)] == [None] * 3
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cluster_ddp.train.state.comparing import Place, equal_bits, is_same
+from cluster_ddp.train.state.comparing import Place, equal_bits, is_alike, is_nonzero, is_same, may_be_alike
 from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
 
@@ -223,8 +223,8 @@ class Attributes(Snapshot):
     def places_of(self, value: Any) -> Iterator[str]:
         """The names of the leaves that have a value; of the tensors, those that have the same bits."""
         if isinstance(value, Tensor):
-            alike = (name for name in self._tensors if _may_be_alike(value, self.leaves[name]))
-            yield from (name for name in alike if _is_alike(value, self.leaves[name]))
+            alike = (name for name in self._tensors if may_be_alike(value, self.leaves[name]))
+            yield from (name for name in alike if is_alike(value, self.leaves[name]))
         elif not isinstance(value, Place):
             yield from (name for name in self.by_mark.get(repr(value), ()) if type(self.leaves[name]) is type(value))
 
@@ -308,7 +308,7 @@ class Attributes(Snapshot):
         leaf, loaded = self.leaves.get(name), again.leaves.get(name)
         if name not in again.leaves and (isinstance(leaf, (float, Tensor)) or name.endswith(LENGTH)):
             first = again._aliases.get(name) or again.first_name(name)
-            return first not in again.leaves or not _is_alike(leaf, again.leaves[first])
+            return first not in again.leaves or not is_alike(leaf, again.leaves[first])
         if isinstance(leaf, Tensor) and type(loaded) is float:
             return isinstance(was.leaves.get(name), Tensor)
         kind = self._kinds.get(name)
@@ -388,20 +388,6 @@ def _forms_of(value: Any) -> tuple[Any, ...]:
         return value.name, value.value
     is_number = isinstance(value, Tensor) and not (value.is_nested or value.is_meta) and value.numel() == 1
     return (value, value.item()) if is_number else (value,)
-
-
-def _may_be_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of the same size, which costs little to find out."""
-    return other is tensor or (other.is_nested == tensor.is_nested and other.numel() == tensor.numel())
-
-
-def _is_alike(value: Any, leaf: Any) -> bool:
-    return is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
-
-
-def is_nonzero(gradient: Tensor) -> bool:
-    """Whether a gradient, which may be sparse, has an element that is not zero."""
-    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def is_element(name: str) -> bool:

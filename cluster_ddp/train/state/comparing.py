@@ -56,6 +56,21 @@ def is_same(was: Any, now: Any) -> bool:
     return was is now or (type(was) is type(now) and repr(was) == repr(now))
 
 
+def may_be_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of the same size, which costs little to find out."""
+    return other is tensor or (other.is_nested == tensor.is_nested and other.numel() == tensor.numel())
+
+
+def is_alike(value: Any, leaf: Any) -> bool:
+    """Whether two leaves have the same value, or are tensors with the same bits."""
+    return is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+
+
+def is_nonzero(gradient: Tensor) -> bool:
+    """Whether a gradient, which may be sparse, has an element that is not zero."""
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
+
+
 def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """How a leaf differs from the one of this name after a resume; None if it does not."""
     was, now = mine.get(name), theirs.get(name)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from cluster_ddp.train.state.attributes import is_nonzero
+from cluster_ddp.train.state.comparing import is_nonzero
 
 Gradients = Mapping[str, tuple[Tensor, str]]
 """By name, each weight that has a gradient, and what holds it."""
