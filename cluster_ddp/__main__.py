@@ -11,9 +11,13 @@ _RARELY = 100_000
 def main() -> NoReturn:
     """Run a command. Objects made by its imports live to the end, so collecting garbage among them only costs time."""
     gc.set_threshold(_RARELY, *gc.get_threshold()[1:])
-    from cluster_ddp.cli import app
+    try:
+        from cluster_ddp.cli import app
 
-    fast_exit(app.main())
+        status = app.main()
+    except KeyboardInterrupt:  # while it was importing
+        status = 130
+    fast_exit(status)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ def _tree(override: str) -> Node:
         raise fault(place, "is not of the form KEY=VALUE", "the key's whole path and a value, as in train.lr=0.1")
     if keys == ["extends"]:
         raise fault(place, "extends: can only be set in the job file", "any other key")
+    if not text.strip():  # such as --set train.lr=$LR where LR is not set
+        raise fault(place, "has an empty value", "a value; null for the key's default, '' for an empty string")
     node = _value(text.strip(), place)
     for key in reversed(keys):
         node = Node({key: node}, place)

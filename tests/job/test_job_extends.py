@@ -115,7 +115,7 @@ def test_an_error_names_the_place_where_it_was_made(job: WriteJob, tmp_path: Pat
         ('slurm.partition="x y"', "partition", "x y"),
         ("slurm.partition=a: b #c", "partition", "a: b #c"),
         ("slurm.constraint=a=b", "constraint", "a=b"),
-        ("slurm.cpus_per_task=", "cpus_per_task", None),
+        ("slurm.cpus_per_task=null", "cpus_per_task", None),
         ("slurm.extra={exclusive: user}", "extra", {"exclusive": "user"}),
     ],
 )
@@ -138,6 +138,8 @@ def test_the_last_override_wins_and_others_stay() -> None:
         ("slurm.time=banana", 'slurm.time: "banana" is not a duration'),
         ("slurm.tmie=3", "did you mean: time"),
         ("slurm.nodes", "KEY=VALUE"),
+        ("train.lr=", "has an empty value"),
+        ("slurm.partition= ", "null for the key's default"),
         ("=3", "KEY=VALUE"),
         ("slurm..nodes=3", "KEY=VALUE"),
         ("a." * 500 + "b=3", "KEY=VALUE"),
