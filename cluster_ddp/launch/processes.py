@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 
@@ -27,6 +29,9 @@ _PR_SET_PDEATHSIG = 1
 _KILL_PAUSE_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # a process stuck in the kernel cannot be killed
 
+Handler = Callable[[int, FrameType | None], None]
+_handler_of_sigterm: Handler | None = None
+
 
 def present(*names: str) -> tuple[signal.Signals, ...]:
     """Return the signals with these names, such as SIGUSR1, that exist on this platform."""
@@ -37,6 +42,48 @@ ASK_TO_END = present(
     "SIGHUP", "SIGQUIT", "SIGABRT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGPWR", "SIGUSR1", "SIGUSR2"
 )  # fmt: skip
 """What a person or a site may send besides SIGTERM and SIGINT, and what ends a program that does not handle it."""
+
+
+def handle_here(numbers: Iterable[signal.Signals], handler: Handler) -> None:
+    """Handle signals in this process alone: what it forks ends on SIGTERM, for which ``terminate()`` and pools wait.
+
+    The handler itself could not end a forked process that is stuck in C code, as in OpenMP after a fork: Python calls
+    handlers only between its own instructions.
+    """
+    global _handler_of_sigterm
+    _reset_in_forked_processes()
+    for number in numbers:
+        signal.signal(number, handler)
+        if number is signal.SIGTERM:
+            _handler_of_sigterm = handler
+
+
+@functools.cache
+def _reset_in_forked_processes() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_reset_sigterm)
+
+
+def _reset_sigterm() -> None:
+    if _handler_of_sigterm is not None and signal.getsignal(signal.SIGTERM) == _handler_of_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def survive(numbers: Iterable[signal.Signals]) -> None:
+    """Survive signals by handling them: unlike ignored or blocked ones, those still end what this process starts.
+
+    A program that is started while SIGTERM is ignored ignores it too, and who terminates it waits for it forever.
+    """
+    survived = tuple(numbers)
+    handle_here(survived, do_nothing)
+    if sys.platform != "win32":
+        for number in survived:
+            signal.siginterrupt(number, False)  # C++ code of torch may take an interrupted call for a failed one
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, survived)
+
+
+def do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from cluster_ddp.launch.exits import record_exits
-from cluster_ddp.launch.processes import present
+from cluster_ddp.launch.processes import do_nothing, present, survive
 from cluster_ddp.launch.torchrun import option, script_set_apart, trains_a_task
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE, SAFE_PATH_VARIABLE
 from cluster_ddp.process import fast_exit, gc_paused
@@ -44,10 +44,6 @@ def defer_computing() -> None:
     sys.modules[deferred.__name__] = deferred
 
 
-def _survive(number: int, frame: FrameType | None) -> None:
-    """Do nothing."""
-
-
 def handle_ignored_signals() -> None:
     """Survive the signals that this agent was started to ignore by handling them: its ranks inherit no handler.
 
@@ -55,10 +51,8 @@ def handle_ignored_signals() -> None:
     at the end of ``with multiprocessing.Pool() as pool``.
     """
     by_python = present("SIGPIPE", "SIGXFSZ")  # restored in every process that it starts
-    for number in signal.valid_signals() - set(by_python):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, _survive)
-            signal.siginterrupt(number, False)  # C++ code of torch may take an interrupted call for a failed one
+    others = map(signal.Signals, signal.valid_signals() & set(signal.Signals) - set(by_python))
+    survive(number for number in others if signal.getsignal(number) is signal.SIG_IGN)
 
 
 def main() -> None:
@@ -72,14 +66,14 @@ def main() -> None:
         from cluster_ddp.launch.rendezvous import sign_rendezvous
     attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
     sign_rendezvous(sys.argv, attempt.rendezvous_key)
-    survive: Any = signal.SIG_IGN
+    on_sigterm: Any = signal.SIG_IGN
     if not trains_a_task(sys.argv):
         os.environ.pop(SAFE_PATH_VARIABLE, None)  # it can import the modules next to it, as when it is run directly
         sys.argv = script_set_apart(sys.argv)
-        survive = _survive
+        on_sigterm = do_nothing
         handle_ignored_signals()
     if not hasattr(LaunchConfig, "signals_to_handle"):  # older torch handles signals, whatever its environment says
-        api._terminate_process_handler = survive
+        api._terminate_process_handler = on_sigterm
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
     fast_exit(0)

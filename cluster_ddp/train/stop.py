@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.processes import present
+from cluster_ddp.launch.processes import handle_here, present
 from cluster_ddp.run import stopfile
 from cluster_ddp.train.distributed import host_group
 from cluster_ddp.train.errors import TrainError
@@ -69,7 +69,7 @@ class StopSignals:
         self._level = 0
         self._reason: str | None = None
         self._first = 0.0
-        self._installed: set[int] = set()
+        self._installed: set[signal.Signals] = set()
 
     def install(self, *names: str) -> None:
         """Make SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the named signals set the flag, and do nothing else.
@@ -85,8 +85,7 @@ class StopSignals:
                 "to stop: call join_run(), or StopSignals.install(), in the main thread"
             )
         self._installed = set(present(*_SIGNALS, *(f"SIG{name}" for name in names)))
-        for number in self._installed:
-            signal.signal(number, self._receive)
+        handle_here(self._installed, self._receive)
 
     @property
     def unheard(self) -> list[str]:
@@ -96,7 +95,6 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a process that the program has forked inherits this handler
-            _end_if_terminated(number)
             return
         now = self._clock()
         if not self._level:
@@ -116,13 +114,6 @@ class StopSignals:
     def reason(self) -> str | None:
         """Why, one of `run.stopfile.REASONS`; None while no stop is requested."""
         return (self._heartbeat.stop_reason if self._heartbeat else None) or self._reason
-
-
-def _end_if_terminated(number: int) -> None:
-    """End a process that was forked by a rank if that is what `terminate()` asks for, as the pools of Python do."""
-    if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True)

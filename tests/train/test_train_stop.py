@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import multiprocessing
 import os
@@ -46,6 +47,11 @@ def test_a_signal_only_raises_a_flag() -> None:
             signal.signal(number, handler)
 
 
+def _compute_without_python() -> None:
+    """Take long in a single call of C code, in which Python calls no handler of a signal."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
 def test_what_a_rank_has_forked_ends_when_it_is_terminated() -> None:
     """As the pools of Python end their workers, for which they then wait."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -58,11 +64,16 @@ def test_what_a_rank_has_forked_ends_when_it_is_terminated() -> None:
         os.kill(helper.pid, signal.SIGUSR1)  # to all processes of the group, as some sites warn
         helper.join(0.2)
         assert helper.is_alive()
-        helper.terminate()
-        helper.join(20)
-        assert (helper.exitcode, stop.level) == (-signal.SIGTERM, 0)
+        stuck = multiprocessing.get_context("fork").Process(target=_compute_without_python)
+        stuck.start()
+        time.sleep(0.2)
+        for process in (helper, stuck):
+            process.terminate()
+            process.join(20)
+            assert (process.exitcode, stop.level) == (-signal.SIGTERM, 0)
     finally:
         helper.kill()
+        stuck.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -112,6 +112,20 @@ class Pids(Dataset[Tensor]):
         return torch.tensor(os.getpid())
 
 
+class Programs(Dataset[Tensor]):
+    """Starts a program for each sample, such as a decoder, and ends it."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        with subprocess.Popen(["sleep", "20"]) as program:
+            program.terminate()
+        return torch.tensor(program.returncode)
+
+
+def test_a_program_that_a_worker_starts_can_be_terminated() -> None:
+    """It ignored SIGTERM like its worker, which waited for it forever."""
+    assert [int(status) for status in fetch(Programs(), (0, [4]), workers=1)] == [-signal.SIGTERM]
+
+
 def test_workers_survive_the_signals_of_a_stop() -> None:
     """A signal to the process group reaches workers too; they go on, and are gone when the loader is closed."""
     plans = [(0, np.array([number])) for number in range(60)]

@@ -27,7 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.job.errors import Cause
-from cluster_ddp.launch.processes import present
+from cluster_ddp.launch.processes import present, survive
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.order import Indices
@@ -40,7 +40,7 @@ Pairs = Generator[tuple[K, Any], None, None]
 _END = object()
 _JOIN_SECONDS = 2.0
 _report_as_usual = getattr(queues.Queue, "_on_queue_feeder_error", None)
-_IGNORED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_SURVIVED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class Loader(Generic[K]):
@@ -207,7 +207,7 @@ def protect_fork_server(context: BaseContext | None = None) -> None:
         return
     from multiprocessing import forkserver
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # a new process inherits the blocked signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SURVIVED)  # a new process inherits the blocked signals
     try:
         forkserver.ensure_running()
     finally:
@@ -260,8 +260,7 @@ def set_up_worker(worker: int) -> None:
     """
     gc.freeze()
     gc.enable()
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    survive(_SURVIVED)  # from now on also those that `protect_fork_server` has blocked
     queues.Queue._on_queue_feeder_error = send_instead  # type: ignore[attr-defined]
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():
