@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
 
-from cluster_ddp.launch.processes import catches, send
+from cluster_ddp.launch.processes import KILL, catches, send
 from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import AttemptDirectory
@@ -21,6 +22,7 @@ _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
 _LINGERING_SECONDS = 600.0  # for the processes of ranks whose work is done: threads of the user's may upload something
 _LINGERING_STOPPED_SECONDS = 60.0  # the same after a stop request
+_FAILED_SECONDS = 60.0  # for a rank that has failed: the others wait for it, and may do so for half an hour
 # The same for a script, which may do more after its block, while it does not compute: it may also wait for a rank on
 # another node that does, which Gloo allows for half an hour.
 _STANDSTILL_SECONDS = 1800.0
@@ -57,6 +59,7 @@ class ForcedEnd:
         self._looked = [clock()] * 2  # the last two times
         self._ended_at_once = False
         self._has_warned = False
+        self._failed_since: dict[int, float] = {}  # by process, when it was first seen to have failed
         self._cpu_seconds: dict[int, float] = {}  # by process, at the last look
         self._cpu_looked = self._computed = 0.0  # when that was, and when a process was last seen to compute
 
@@ -87,6 +90,20 @@ class ForcedEnd:
             return self._script()
         all_starting = not any(map(self._can_save, self._ranks.living))
         return STOPPED if all_starting and self._stopping.waited() > _STARTING_SECONDS else None
+
+    def kill_failed_ranks(self) -> None:
+        """Kill ranks that have reported their failure long ago but do not exit: torchrun notices only an exit."""
+        for rank in self._ranks.living:
+            if self._ranks.cause(rank) is None:
+                continue
+            since = self._failed_since.setdefault(rank.pid, self._clock())
+            if self._clock() - since > _FAILED_SECONDS:
+                self._failed_since[rank.pid] = math.inf
+                self._warn(
+                    f"rank {rank.rank} failed {_FAILED_SECONDS:.0f} s ago, but has not exited, and is killed: a thread "
+                    "that is not a daemon or a process that it has started may still run"
+                )
+                send(rank.pid, KILL)
 
     def of_idle_agent(self) -> str | None:
         """Return the outcome with which to end an agent that has had no ranks for too long; None while it may wait.

@@ -181,6 +181,7 @@ class NodeProgram:
         if self._outcome is None and not self._forced_end.has_stopped_script:
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
+        self._forced_end.kill_failed_ranks()
         if self._outcome is None:
             self._end_if_due()
         if agent_status is None:

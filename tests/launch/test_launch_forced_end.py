@@ -16,6 +16,8 @@ from typing import cast
 import pytest
 from node_process import wait_until
 
+from cluster_ddp.job.errors import Cause
+from cluster_ddp.launch import forced_end
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks, Rank
@@ -146,6 +148,23 @@ def test_ranks_that_have_done_their_work_but_do_not_exit_are_ended(
     assert agent.lingering_for(patience + 1.0) == outcome
     agent.heartbeat.slots[0].set_phase(Phase.STOPPING)
     assert agent.lingering_for(10_000.0) is None
+    agent.heartbeat.close()
+
+
+def test_a_rank_that_has_failed_but_does_not_exit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is not a daemon kept it, and so the attempt, for half an hour."""
+    killed: list[int] = []
+    monkeypatch.setattr(forced_end, "send", lambda pid, number: killed.append(pid))
+    agent = LonelyAgent(tmp_path, done=False, alive=True)
+    slot = agent.heartbeat.slots[0]
+    for seconds in (0.0, 100.0):
+        agent.now = agent.start + seconds
+        agent.ending.kill_failed_ranks()
+    slot.set_cause(Cause.PROGRAM)
+    for seconds, expected in ((200.0, []), (259.0, []), (261.0, [slot.pid]), (400.0, [slot.pid])):
+        agent.now = agent.start + seconds
+        agent.ending.kill_failed_ranks()
+        assert killed == expected
     agent.heartbeat.close()
 
 
