@@ -13,6 +13,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -47,11 +48,11 @@ ASK_TO_END = present(
 def handle_here(numbers: Iterable[signal.Signals], handler: Handler) -> None:
     """Handle signals in this process alone: what it forks ends on SIGTERM, for which ``terminate()`` and pools wait.
 
-    The handler itself could not end a forked process that is stuck in C code, as in OpenMP after a fork: Python calls
-    handlers only between its own instructions.
+    An inherited handler could not see to that: Python calls it only between its own instructions, so not in a process
+    that is stuck in C code, as in OpenMP after a fork, and it forgets signals that arrive within a fork.
     """
     global _handler_of_sigterm
-    _reset_in_forked_processes()
+    _end_forked_processes_by_sigterm()
     for number in numbers:
         signal.signal(number, handler)
         if number is signal.SIGTERM:
@@ -59,14 +60,23 @@ def handle_here(numbers: Iterable[signal.Signals], handler: Handler) -> None:
 
 
 @functools.cache
-def _reset_in_forked_processes() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_reset_sigterm)
+def _end_forked_processes_by_sigterm() -> None:
+    if not hasattr(os, "register_at_fork"):
+        return
+    mask = threading.local()
 
+    def block() -> None:
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-def _reset_sigterm() -> None:
-    if _handler_of_sigterm is not None and signal.getsignal(signal.SIGTERM) == _handler_of_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def reset() -> None:
+        if _handler_of_sigterm is not None and signal.getsignal(signal.SIGTERM) == _handler_of_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
 
 
 def survive(numbers: Iterable[signal.Signals]) -> None:
