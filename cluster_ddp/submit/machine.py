@@ -40,9 +40,22 @@ def devices_here(gpus: str | None = None) -> list[str]:
 
 def _named_devices(gpus: str) -> list[str]:
     devices = [device.strip() for device in gpus.split(",")]
-    if not all(devices) or len(set(devices)) != len(devices):
+    if not all(device.isdecimal() or device.startswith(("GPU-", "MIG-")) for device in devices):
+        raise SubmitError(f"--gpus {gpus}: is not a list of devices such as 0,1 (or none)")
+    if len(set(devices)) != len(devices):
         raise SubmitError(f"--gpus {gpus}: give each device once, such as 0,1,3, or none")
+    if not _all_devices() and not _torch_has_gpu():
+        raise SubmitError(
+            f"--gpus {gpus}: there is no GPU on this machine; --procs P instead trains P ranks on the CPU"
+        )
     return devices
+
+
+def _torch_has_gpu() -> bool:
+    """Whether torch finds a GPU; nvidia-smi does not list those of AMD, and some containers lack it."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _all_devices() -> list[str]:

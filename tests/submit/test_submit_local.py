@@ -183,8 +183,15 @@ def test_nothing_survives_the_supervisor(call: Call, tmp_path: Path) -> None:
     assert describe(run, None).state in (RunState.LOST, RunState.FAILED, RunState.STOPPED)
 
 
-def test_a_dry_run_prints_the_commands_and_writes_nothing(call: Call, tmp_path: Path) -> None:
-    status, out, err = finish(call("local", "job.yaml", "--nodes", "2", "--gpus", "0,1", "--procs", "1", "--dry-run"))
+def test_a_dry_run_prints_the_commands_and_writes_nothing(
+    call: Call, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tool = tmp_path_factory.mktemp("tools") / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    tool.chmod(0o755)
+    variables = {**os.environ, "PYTHONPATH": str(PROJECT), "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    arguments = ("local", "job.yaml", "--nodes", "2", "--gpus", "0,1", "--procs", "1", "--dry-run")
+    status, out, err = finish(call(*arguments, env=variables))
     assert status == 0, err
     first, second = out.splitlines()
     assert "start_torchrun --nnodes=2 --nproc-per-node=1" in first
