@@ -127,6 +127,7 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
         metrics: Mapping[str, float],
+        is_last: bool = False,
     ) -> bool:
         """Start a save; returns once the state is copied (on the CPU) or its copy is under way (on CUDA).
 
@@ -145,6 +146,8 @@ class Checkpointer:
             Anything JSON can represent.
         metrics
             The latest values, for ``keep_best``; non-finite ones are omitted.
+        is_last
+            Whether no step follows; only for what is said if the save fails.
 
         Returns
         -------
@@ -178,6 +181,7 @@ class Checkpointer:
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             plan=self.plan_for(tensors),
             began=time.time(),
+            is_last=is_last,
         )
         # First, because a GPU sends one thing after another to the host, and the next step would wait for the copy.
         alike = save.plan.alike if self._coordinator.world_size > 1 or self._on_cuda else ()
@@ -352,7 +356,7 @@ class Checkpointer:
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
         """Report an event; one that cannot be recorded (say, on a full disk) is retried with the next one."""
         if event == events.CHECKPOINT_FAILED:
-            say(f"cluster-ddp: {failed_save(fields)}; training continues; earlier checkpoints are kept")
+            say(f"cluster-ddp: {failed_save(fields)}; {self._what_now(is_last=bool(fields['last']))}")
         elif event == events.CHECKPOINT_DAMAGED:
             say(f"cluster-ddp: the checkpoint of step {fields['step']} is skipped: {'; '.join(fields['problems'])}")
         with self._reporting:
@@ -364,6 +368,16 @@ class Checkpointer:
                 self._unreported.popleft()
                 say(f"cluster-ddp: cannot report {event}: {error!r}")
             return not self._unreported
+
+    def _what_now(self, *, is_last: bool) -> str:
+        """Say what follows a failed save."""
+        there = "there is no checkpoint yet" if self.last_saved is None else "earlier checkpoints are kept"
+        if not is_last:
+            return f"training continues; {there}"
+        return (
+            "no step follows: if trying again fails as well, free some space on the run's storage, or repair it, and "
+            f"resume; {there}"
+        )
 
     def _end(self) -> None:
         """At interpreter exit: finish a save that needs no other rank; soon give up one that does."""

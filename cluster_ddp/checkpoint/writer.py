@@ -49,6 +49,7 @@ class Save:
     metrics: dict[str, float]
     plan: SavePlan
     began: float  # Unix seconds
+    is_last: bool  # whether no step follows
 
 
 class SaveFailed(Exception):
@@ -164,7 +165,7 @@ class Writer:
         except Exception as error:  # of any kind: training continues
             self._withdraw(save)
             details = error.details if isinstance(error, SaveFailed) else _failure(error)
-            self.failed = {"step": save.step, **details}
+            self.failed = {"step": save.step, "last": save.is_last, **details}
             self._recorded = self._report(events.CHECKPOINT_FAILED, self.failed) is not False
             return False
         self._report(

@@ -157,12 +157,20 @@ class Saving:
             )
 
     def save(
-        self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float], again: bool = False
+        self,
+        state: State,
+        *,
+        step: int,
+        samples: int,
+        epoch: int,
+        metrics: dict[str, float],
+        is_last: bool,
+        again: bool = False,
     ) -> None:
         """Start saving the state after `step` steps, unless that was already done and `again` is false.
 
         A step is saved again when it has been evaluated since, because the metrics decide whether its checkpoint is
-        kept.
+        kept. `is_last` says that no step follows.
         """
         self._since = time.monotonic()
         self._is_best_due = False
@@ -178,6 +186,7 @@ class Saving:
             tensors=tensors,
             scalars=scalars,
             metrics=metrics,
+            is_last=is_last,
         )
         if is_begun:
             self._saved = step

@@ -311,6 +311,7 @@ class Session:
             samples=self._order.consumed(self.step),
             epoch=self._order.epoch(self.step),
             metrics=metrics,
+            is_last=self.step >= self._total_steps or self.decision.stops,
             again=again,
         )
         self.beat.enter(before)

@@ -65,10 +65,13 @@ def state(seed: int, size: int = 20) -> dict[str, Tensor]:
     }
 
 
-def save(target: Checkpointer, step: int, tensors: Mapping[str, Tensor], **metrics: float) -> None:
+def save(
+    target: Checkpointer, step: int, tensors: Mapping[str, Tensor], *, is_last: bool = False, **metrics: float
+) -> None:
     """Save as the trainer does."""
     scalars = {"counts": {}, "scaler": None, "task": {}, "schedule": {"at": step}}
-    target.save(step=step, samples=step * 8, epoch=step // 100, tensors=tensors, scalars=scalars, metrics=metrics)
+    counts = {"step": step, "samples": step * 8, "epoch": step // 100}
+    target.save(**counts, tensors=tensors, scalars=scalars, metrics=metrics, is_last=is_last)
 
 
 def blank(like: Mapping[str, Tensor]) -> dict[str, Tensor]:

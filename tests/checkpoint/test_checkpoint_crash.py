@@ -134,6 +134,26 @@ def _check_found(directory: Path) -> int | None:
     return restored.step if restored is not None else None
 
 
+def test_a_failed_save_says_what_follows_and_whether_there_is_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage, arm = _armed(tmp_path / "run", 0, "always")
+    target = checkpointer(tmp_path / "run/checkpoints", storage=storage, **SETTINGS)
+    arm()
+    save(target, 10, STATES[10])
+    storage.at = None
+    save(target, 20, STATES[20])
+    arm()
+    save(target, 30, STATES[30])
+    save(target, 40, STATES[40], is_last=True)
+    first, later, last = capsys.readouterr().err.splitlines()
+    assert first.endswith("training continues; there is no checkpoint yet")
+    assert later.endswith("training continues; earlier checkpoints are kept")
+    assert "the save of step 40 failed" in last and "training continues" not in last
+    assert last.endswith("no step follows: if trying again fails as well, free some space on the run's storage, or "
+                         "repair it, and resume; earlier checkpoints are kept")  # fmt: skip
+
+
 @pytest.mark.parametrize("fault", ["once", "always"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=names)
 def test_error_at_every_operation(
