@@ -22,6 +22,12 @@ class NoSuchCheckpoint(CheckpointError):
     exit_status = exit_statuses.WRONG_INPUT
 
 
+class CannotExport(CheckpointError):
+    """The file that was named for the weights cannot be written."""
+
+    exit_status = exit_statuses.WRONG_INPUT
+
+
 class CheckpointDamaged(CheckpointError):
     """A checkpoint differs from what was written."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster_ddp.checkpoint.errors import CheckpointError, NoSuchCheckpoint
+from cluster_ddp.checkpoint.errors import CannotExport, CheckpointError, NoSuchCheckpoint
 from cluster_ddp.checkpoint.format import Entry, Item, Manifest, header_length, lay_out, read_header
 from cluster_ddp.checkpoint.verify import CheckpointInfo, newest_intact
 from cluster_ddp.run.storage import Storage, replaced
@@ -26,8 +26,10 @@ def export_newest(
     ------
     NoSuchCheckpoint
         There is none, or none of `step`, or it contains no averages.
+    CannotExport
+        The file cannot be written.
     CheckpointError
-        None is intact, or the file cannot be written.
+        None is intact.
     """
     for _ in range(_TRIES):
         folder, manifest, passed_over = newest_intact(directory, run_id, step)
@@ -66,7 +68,7 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool) -
                 shard = manifest.tensors[stored].shard
                 _copy(storage, folder / shard, entries[shard][stored], fd)
     except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
+        raise CannotExport(f"cannot write {target}: {error.strerror or error}") from error
     return len(items)
 
 

@@ -205,7 +205,9 @@ def test_export_passes_over_damage(run: Path) -> None:
     refused = call(run, "export", RUN, "--step", "20", "-o", "other.safetensors")
     assert refused.returncode == 4 and "shard-0000.safetensors" in refused.stderr
     assert not (run.parent / "other.safetensors").exists()
-    assert call(run, "export", RUN, "-o", "nowhere/model.safetensors").returncode == 2
+    for target in ("nowhere/model.safetensors", "/proc/model.safetensors"):
+        refused = call(run, "export", RUN, "-o", target)
+        assert refused.returncode == 2 and f"cannot write {target}: " in refused.stderr
 
 
 def test_checkpoints_that_training_removes_meanwhile_are_no_fault(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
