@@ -79,6 +79,13 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for those
 
 
+def why_no_file(path: Path) -> str:
+    """Say what a path is that is not a file."""
+    if os.path.isdir(path):  # noqa: PTH112 - as above
+        return "is a folder"
+    return "is not a regular file" if os.path.lexists(path) else "no such file"
+
+
 def mapping(node: Node) -> dict[str, Node]:
     """Return a copy of the entries of a mapping; empty for any other value."""
     return dict(node.value) if isinstance(node.value, dict) else {}
@@ -134,7 +141,7 @@ def read_text(file: Path) -> str:
     """Read the text of a YAML file that a person wrote; raises `JobFileError` as `read_document` does."""
     whole = Place(file, 0)
     if not is_file(file):
-        raise fault(whole, "is not a regular file" if os.path.lexists(file) else "no such file")
+        raise fault(whole, why_no_file(file))
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)

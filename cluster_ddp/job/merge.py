@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster_ddp.job.document import MAX_DEPTH, Node, Place, fault, is_file, mapping, parse, read_document, scalar
+from cluster_ddp.job.document import (
+    MAX_DEPTH,
+    Node,
+    Place,
+    fault,
+    is_file,
+    mapping,
+    parse,
+    read_document,
+    scalar,
+    why_no_file,
+)
 from cluster_ddp.job.errors import JobFileError
 from cluster_ddp.job.templates import is_path, template_file
 
@@ -113,7 +124,7 @@ def _extended_file(extends: Node) -> Path:
     if is_path(extends.value):
         base = Path(absolute(extends.value, extends.place))
         if not is_file(base):
-            raise fault(extends.place, f"extends: {base}: no such file")
+            raise fault(extends.place, f"extends: {base}: {why_no_file(base)}")
         return base
     try:
         return template_file(extends.value)

@@ -96,6 +96,8 @@ def _describe(details: ErrorDetails, context: dict[str, Any], key: Key) -> tuple
     if family is None:
         return f"{value}: {details['msg']}", ""
     what, allowed = _TYPES[family]
+    if family == "int" and isinstance(details["input"], float) and details["input"] >= 2.0**63:
+        what = "is too large"  # such as 1e30
     return f"{value} {what}", f"allowed: {allowed}"
 
 

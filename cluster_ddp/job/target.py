@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from cluster_ddp.job.document import is_file
+from cluster_ddp.job.document import is_file, why_no_file
 from cluster_ddp.job.nearest import nearest
 
 _SPAWNS = ("mp.spawn", "multiprocessing.spawn", "torch.multiprocessing.spawn")
@@ -95,7 +95,7 @@ def check_task(task: str) -> None:
 
 def _check_file(file: Path) -> None:
     if not is_file(file):
-        raise TargetProblem(f"{file}: no such file", in_file=True)
+        raise TargetProblem(f"{file}: {why_no_file(file)}", in_file=True)
     if not os.access(file, os.R_OK):
         raise TargetProblem(f"{file}: may not be read", in_file=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 _UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_PART = r"(\d{1,9})\s*(sec|min|[smhd])"
+_PART = r"(\d{1,20})\s*(sec|min|[smhd])"
 _PARTS = rf"{_PART}(?:\s*{_PART}){{0,3}}"
-_CLOCK = r"(?:(\d{1,5})-)?(\d{1,9})(?::(\d{1,2}))?(?::(\d{1,2}))?"
+_CLOCK = r"(?:(\d{1,20})-)?(\d{1,20})(?::(\d{1,2}))?(?::(\d{1,2}))?"
 
 DURATION_FORMS = 'a number with a unit such as "90s", "1h 30m" or "2d", or a whole number of seconds'
 SLURM_TIME_FORMS = (
@@ -19,7 +19,7 @@ SLURM_TIME_FORMS = (
 def parse_duration(text: str) -> int:
     """Return the seconds of ``"90s"``, ``"10m"``, ``"1h 30m"``, ``"2d"``, ``"90"``; raises `ValueError` otherwise."""
     text = text.strip()
-    if text.isascii() and text.isdigit() and len(text) <= 9:
+    if text.isascii() and text.isdigit() and len(text) <= 20:
         return int(text)
     return _with_units(text)
 

@@ -129,8 +129,10 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
 def _cannot_make(runs_dir: Path, error: OSError) -> RunError:
     from cluster_ddp.run.storage import FULL_ERRORS
 
-    what = "Free some space there" if error.errno in FULL_ERRORS else "Set runs_dir to a folder you can write"
-    return RunError(f"cannot make a run in {runs_dir}: {error}. {what}.")
+    what = "Set runs_dir in the job file, or CLUSTER_DDP_RUNS, to a folder on storage that all nodes share"
+    if error.errno in FULL_ERRORS:
+        what = "Free some space there"
+    return RunError(f"runs cannot be written to {runs_dir}: {error.strerror or error}. {what}.")
 
 
 def _code_of(spec: JobSpec, runs_dir: Path) -> Code | None:

@@ -122,6 +122,8 @@ class ProgramCheck:
     def _what_is_wrong(self, said: dict[str, Any]) -> list[str]:
         key = "task" if self._loaded.spec.task is not None else "script"
         place = next((f"{origin.place}: " for origin in self._loaded.origins if origin.key == key), "")
+        if "wrong" in said:
+            return [f"{place}{key}: {said['wrong']}"]
         if "error" in said:
             return [f"{place}{key}: {_interpreter(self._loaded.spec)} cannot import it: {said['error']}"]
         numbers = list(self._names.values())
@@ -129,7 +131,7 @@ class ProgramCheck:
         for index, error in said.get("refused", []):
             of.setdefault(error, []).extend(numbers[index])
         return [
-            f"{f'{which_elements(sorted(found))}: ' if self._of_many else place}{key}: it rejects the params: {error}"
+            f"{f'{which_elements(sorted(found))}: ' if self._of_many else place}{key}: {error}"
             for error, found in of.items()
         ]
 

@@ -4,8 +4,9 @@ The argument, ``task`` or ``script``, says what the request is about, so that to
 still being prepared. The request is a JSON object on standard input: ``script``; or ``task``, ``params`` (a list of the
 parameter sets that the task may get), ``lr``, ``weight_decay``, ``small`` and ``seconds``.
 
-The answer is a JSON object on standard output: ``error``; or ``refused``, pairs of an index into ``params`` and the
-task's error for it; ``untried``, how many of them were not tried because ``seconds`` had passed; and ``bytes``, the
+The answer is a JSON object on standard output: ``wrong``, what this package finds wrong with the task; or ``error``,
+any other error of its import; or ``refused``, pairs of an index into ``params`` and what is wrong with them;
+``untried``, how many of them were not tried because ``seconds`` had passed; and ``bytes``, the
 size of the first model and its optimizer's state, if it can be found without allocating memory and the model is larger
 than ``small``. Scripts are parsed, not run; a task's data sets are not created.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import gc_paused
 
 
@@ -42,6 +44,8 @@ def main() -> None:
 
         asked = json.load(sys.stdin)
         said = _script(Path(asked["script"])) if "script" in asked else _task(asked)
+    except ClusterDDPError as error:
+        said = {"wrong": _own_words(error)}
     except BaseException as error:  # a module may also call sys.exit
         said = {"error": _described(error)}
     os.write(answer, json.dumps(said).encode())
@@ -98,9 +102,11 @@ def _look(kind: type[Any], params: dict[str, Any], sizes: dict[str, Any] | None)
             look.built = True
             if sizes is not None:
                 look.size = _state_bytes(task, model, sizes)
-    except (TaskError, ValueError, TypeError, AssertionError) as error:
+    except TaskError as error:
+        look.error = None if look.built else _own_words(error)
+    except (ValueError, TypeError, AssertionError) as error:
         if not look.built and "meta" not in str(error):  # errors that only occur without memory
-            look.error = _described(error)
+            look.error = f"it rejects the params: {_described(error)}"
     except Exception:  # it needs a GPU or its data: nothing can be found out here
         return look
     return look
@@ -139,6 +145,11 @@ def _imports(module: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0], node.lineno
+
+
+def _own_words(error: ClusterDDPError) -> str:
+    """What one of this package's own errors says, without the key, which the report begins with."""
+    return str(error).removeprefix("task: ")
 
 
 def _described(error: BaseException) -> str:

@@ -136,7 +136,7 @@ def find_task(target: str) -> type[Task]:
     kind = getattr(module, name, None)
     if not isinstance(kind, type) or not issubclass(kind, Task):
         what = "does not exist" if kind is None else "does not derive from cluster_ddp.train.Task"
-        raise TaskError(f"task: {target}: {name} {what}")
+        raise TaskError(f"task: {name} in {place} {what}")
     return kind
 
 
@@ -148,7 +148,9 @@ def _module_of_name(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise  # the module exists, but something that it imports does not
-        raise TaskError(f"task: there is no module {name} on this node (python path: {sys.path})") from error
+        raise TaskError(
+            f"task: there is no module {name} on this node ({sys.executable}, python path: {sys.path})"
+        ) from error
 
 
 def _module_of_file(path: Path) -> Any:

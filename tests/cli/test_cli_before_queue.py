@@ -72,6 +72,7 @@ def test_runs_on_a_file_system_of_this_machine_are_warned_of(call: Call, here: P
 
 
 def test_a_task_that_cannot_be_imported_is_refused(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
+    (here / "picky.py").write_text("class Other: pass\n")
     (here / "broken.py").write_text("import no_such_package\nclass Broken: pass\n")
     job = ("submit", "job.yaml", "--set", "task=broken.py:Broken", "--set", "params={}")
     answer = call(*job)
@@ -79,6 +80,9 @@ def test_a_task_that_cannot_be_imported_is_refused(call: Call, here: Path, slurm
     assert "--set task=" in answer.err and "No module named 'no_such_package'" in answer.err
     assert f"{here / 'broken.py'}:1" in answer.err
     assert slurm.submissions() == []
+    other = call("submit", "job.yaml", "--set", "task=picky.py:Other", "--set", "params={}")
+    assert other.status == 2
+    assert f": task: Other in {here / 'picky.py'} does not derive from cluster_ddp.train.Task\n" in other.err
     setup = call(*job, "--set", 'launch.setup=["module() { :; }"]')
     assert setup.status == 0 and "only a note" in setup.err
 
@@ -137,7 +141,9 @@ def test_params_that_a_task_refuses_by_itself_are_told(call: Call, here: Path, s
     assert answer.status == 2
     assert "--set task=" in answer.err and "it rejects the params: ValueError: width must be at least 1" in answer.err
     unknown = call(*job, "params={widht: 8}")
-    assert unknown.status == 2 and "unexpected keyword argument 'widht'\n" in unknown.err
+    assert unknown.status == 2
+    assert "task: Picky does not take these params: got an unexpected keyword argument 'widht'\n" in unknown.err
+    assert "TaskError" not in unknown.err
     # Whether it is the model or this machine cannot be told where none can be built.
     assert call(*job, "params={width: 6}").status == 0
 

@@ -146,8 +146,8 @@ def test_a_folder_and_a_missing_file_are_no_job_files(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.yaml", tmp_path / ("x" * 300), Path("a\0b")):
         with pytest.raises(JobFileError, match="no such file"):
             read_document(path)
-    for path in (tmp_path, Path("/dev/zero")):
-        with pytest.raises(JobFileError, match="is not a regular file"):
+    for path, what in ((tmp_path, "is a folder"), (Path("/dev/zero"), "is not a regular file")):
+        with pytest.raises(JobFileError, match=what):
             read_document(path)
 
 

@@ -81,7 +81,7 @@ def test_the_other_choice_takes_the_place_of_the_inherited_one(job: WriteJob, tm
         ("extends: [a]\n", [":1: extends: is not a string"]),
         ("extends: 3\n", [":1: extends: is not a string"]),
         ("extends: job.yaml\n", [":1: extends: is circular", "job.yaml -> "]),
-        ("extends: /\n", [":1: extends: /: no such file"]),
+        ("extends: /\n", [":1: extends: /: is a folder"]),
     ],
 )
 def test_what_cannot_be_extended(errors_of: Callable[..., str], text: str, says: list[str]) -> None:

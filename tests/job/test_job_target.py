@@ -94,7 +94,7 @@ def test_a_module_that_makes_its_names_at_import_is_taken_at_its_word(here: Path
 def test_a_missing_script(errors_of: Callable[..., str], here: Path) -> None:
     assert f"job.yaml:1: script: {here}/train.py: no such file" in errors_of("script: train.py\n")
     (here / "train.py").mkdir()
-    assert "no such file" in errors_of("script: train.py\n")
+    assert f"script: {here}/train.py: is a folder" in errors_of("script: train.py\n")
 
 
 def test_a_script_that_starts_ranks_itself(here: Path, job: WriteJob) -> None:

@@ -236,3 +236,5 @@ def test_of_a_run_that_cannot_be_made_nothing_is_left(runs_dir: Path, monkeypatc
     with pytest.raises(RunError, match=r"No space left on device\. Free some space there"):
         create_run(job(), runs_dir=runs_dir, via="sbatch", script=None)
     assert list(runs_dir.iterdir()) == []
+    with pytest.raises(RunError, match=r"^runs cannot be written to /proc/x: [^:]+\. Set runs_dir in the job file"):
+        create_run(job(), runs_dir=Path("/proc/x"), via="sbatch", script=None)
