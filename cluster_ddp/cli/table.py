@@ -26,7 +26,7 @@ def table(columns: dict[str, list[str]], width: int | None) -> Iterator[str]:
         widths = _fitted(columns, width)
     gap = " " * _GAP
     for cells in zip(*([heading, *columns[heading]] for heading in widths), strict=True):
-        yield gap.join(map(_fit, cells, widths.values()))
+        yield gap.join(map(_fit, cells, widths.values())).rstrip()
 
 
 def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:

@@ -130,6 +130,7 @@ def test_a_terminal_too_narrow_for_an_id_cuts_it_and_says_so(long_told: tuple[st
 def test_a_pipe_gets_everything_whole(ddp: Ddp, long_told: tuple[str, str]) -> None:
     heading, *lines = ddp("status").stdout.splitlines()
     assert len(lines) == 2 and "…" not in "".join(lines) and "JOB" in heading
+    assert not [line for line in (heading, *lines) if line.endswith(" ")], "a column is filled up behind the last"
     (failed,) = (line for line in lines if "FAILED" in line)
     assert "val/a-metric-with-a-long-name-3 0.1235" in failed and failed.rstrip().endswith("and the end")
 
