@@ -11,7 +11,7 @@ from cluster_ddp.run.history import History
 from cluster_ddp.run.keeper_at_work import is_deciding, left_behind, waits_for_requeue
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.starting import NEVER_BEGAN, failed_before, failed_start, never_began, should_have_begun, waits_for
-from cluster_ddp.run.stopfile import FINAL_REASONS
+from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 from cluster_ddp.words import moment
@@ -82,7 +82,10 @@ def _without_slurm(facts: Facts) -> tuple[RunState, str | None]:
 
 def _stopping(history: History) -> str | None:
     last, request = history.current_attempt, history.stop_request
-    return f"stopping: {request.reason}" if request is not None and last is not None and last.ended is None else None
+    if request is None or last is None or last.ended is not None:
+        return None
+    why = f"asked by {request.by or 'a person'}" if request.reason == PERSON else request.reason
+    return f"stopping: {why}"
 
 
 def _no_attempt_may_follow(history: History) -> bool:

@@ -77,7 +77,7 @@ def test_a_stopped_script_whose_job_is_still_ending_is_not_told_as_starting_agai
     for node in range(2):
         say("node-started", 0, node=node, host=f"n{node}", script=True)
     request_stop(attempt, reason="person", by="me")
-    assert told(run, "RUNNING") == ("RUNNING", "stopping: person")
+    assert told(run, "RUNNING") == ("RUNNING", "stopping: asked by me")
     for node in range(2):
         say("node-finished", 0, node=node, host=f"n{node}", outcome="stopped")
     conclude_and_digest(attempt)  # which keeps the start of one node

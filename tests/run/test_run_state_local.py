@@ -23,7 +23,7 @@ def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) 
     attempt = begin(run)
     assert state_of(run) == "RUNNING"
     request_stop(attempt, reason="person", by="me")
-    assert describe(run, {}).reason == "stopping: person"
+    assert describe(run, {}).reason == "stopping: asked by me"
     say("stopped", 0, step=5, reason="person")
     assert state_of(run) == "RUNNING"  # it is still tearing down: a resume now would be refused
     end_attempt(attempt)
