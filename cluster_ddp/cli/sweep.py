@@ -91,14 +91,12 @@ def _show(plan: SweepPlan, at_once: int | None) -> None:
     sys.stdout.write(printable(plan.script.text) if sys.stdout.isatty() else plan.script.text)
     sys.stdout.flush()
     limit = f", {at_once} at once" if at_once is not None else ""
-    names = labels(plan.elements)
+    names = [f"{number:04d}-{name}" for number, name in enumerate(labels(plan.elements))]
+    width = max(map(len, names))
     inform(
         "",
         "dry run: nothing was written or submitted",
         f"  sweep directory:  {plan.sweep.path}",
         f"  elements:         {len(names)}{limit}",
-        *(
-            f"    {number:04d}-{name}   {shlex.join(settings)}"
-            for number, (name, settings) in enumerate(zip(names, plan.elements, strict=True))
-        ),
+        *(f"    {name:<{width}}  {shlex.join(settings)}" for name, settings in zip(names, plan.elements, strict=True)),
     )

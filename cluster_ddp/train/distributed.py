@@ -326,7 +326,10 @@ def describe_ranks(world: World) -> list[str]:
     hosts: dict[tuple[str, str], list[str]] = {}
     for rank, place in enumerate(all_gather_object((host_name(), kind))):
         hosts.setdefault(place, []).append(str(rank))
-    return [f"rank {', '.join(ranks)}: {kind} on {host}" for (host, kind), ranks in hosts.items()]
+    return [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {kind} on {host}"
+        for (host, kind), ranks in hosts.items()
+    ]
 
 
 def is_main_process() -> bool:

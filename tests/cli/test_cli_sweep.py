@@ -218,7 +218,8 @@ def test_a_dry_run_writes_nothing_and_needs_no_slurm(here: Path, no_slurm: None,
     said = call("sweep", "--no-check", "job.yaml", *GRID, "--dry-run")
     assert said.status == 0
     assert said.out.startswith("#!/bin/bash")
-    assert "0003-lr=1e-4-width=16   train.lr=1e-4 params.width=16" in said.err
+    assert "    0002-lr=1e-4-width=8   train.lr=1e-4 params.width=8\n" in said.err
+    assert "    0003-lr=1e-4-width=16  train.lr=1e-4 params.width=16\n" in said.err
     assert not (here / "runs").exists()
     assert call("sweep", "--no-check", "job.yaml", *GRID).status == 3
     assert not (here / "runs").exists()

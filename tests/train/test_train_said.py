@@ -12,7 +12,8 @@ from train_tasks import Plain, attentive, job, new_run, train
 
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.status import describe
-from cluster_ddp.train import StopSignals, trainer
+from cluster_ddp.train import StopSignals, distributed, trainer
+from cluster_ddp.train.distributed import World
 from cluster_ddp.train.metrics import log
 from cluster_ddp.train.metrics.losses import StepLoss
 
@@ -27,6 +28,12 @@ def test_ranks_batch_and_peak_rate_are_said_at_the_start_and_kept_for_status(
     setup = "1 rank, global batch 24 (1 rank x 2 passes x 12 samples), peak lr 0.009"
     assert capfd.readouterr().out.splitlines()[:2] == [setup, f"rank 0: cpu on {platform.node()}"]
     assert describe(run, {}).training == setup
+
+
+def test_the_ranks_of_a_host_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [("n1", "cpu"), ("n1", "cpu"), ("n2", "cpu")]
+    monkeypatch.setattr(distributed, "all_gather_object", lambda mine: places)
+    assert distributed.describe_ranks(World(0, 0, 3)) == ["ranks 0, 1: cpu on n1", "rank 2: cpu on n2"]
 
 
 def test_the_peak_of_gpu_memory_is_a_metric_where_there_is_a_gpu(
