@@ -234,6 +234,12 @@ def _newest(directory: Path, step: int | None, tried: set[int]) -> int | None:
 
 
 def _lineage(directory: Path) -> Lineage:
+    """How the attempts of a run follow each other; raises a `RunError` if there is no folder of checkpoints."""
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise RunError(
+            f"{directory} is not a folder: a run's checkpoints are in a folder of that name. Put it back; if it is "
+            "lost, remove what stands in its place, and a resume trains from step 0"
+        )
     return read_lineage(RunDirectory(directory.parent))
 
 

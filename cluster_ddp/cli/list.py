@@ -54,10 +54,10 @@ def _row(status: RunSummary) -> dict[str, Any]:
 
 
 def _cells(status: RunSummary) -> str:
-    """The cells after a run's name; for one whose record cannot be read, why."""
+    """The cells after a run's name; for one that is damaged, how."""
     record = status.record
     created = moment(record.created) if record else "-"
     via = one_line(record.via) if record else "-"
     checkpoint = "-" if status.last_checkpoint is None else status.last_checkpoint
     cells = f"{status.state.value:<9}  {created:<16}  {via:<8}  {status.attempts:<8}  {checkpoint}"
-    return cells if record else f"{cells}  {one_line(status.reason or '')}"
+    return f"{cells}  {one_line(status.reason or '')}" if status.is_damaged else cells

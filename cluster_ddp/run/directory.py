@@ -136,6 +136,19 @@ class RunDirectory:
                 "itself"
             )
 
+    def job_file_problem(self) -> str | None:
+        """Say that the job is missing or empty, and what to do; None if it is there."""
+        try:
+            what = None if self.job_file.stat().st_size else "is empty"
+        except FileNotFoundError:
+            what = "is missing"
+        except OSError:  # perhaps somebody else's run
+            return None
+        return what and (
+            f"{self.job_file} {what}, and the run cannot be resumed without it: put a copy of it back, such as that of "
+            "another run of the same job"
+        )
+
     def exists(self) -> bool:
         """Whether this folder contains a run, even one whose record cannot be read."""
         return os.path.lexists(self.record_file)

@@ -29,7 +29,7 @@ class KnownRun:
 
     run: RunDirectory
     record: RunRecord | None  # None if run.json cannot be read
-    unreadable: str | None  # why run.json cannot be read
+    unreadable: str | None  # why run.json cannot be read, or else that there is no job.yaml
     attempts: tuple[AttemptRecord, ...]
     orphaned: OrphanedJob | None = None  # set if the process that submitted it was killed, or got no clear answer
     withdrawn: tuple[str, ...] = ()  # the arrays of its sweep that `stop` or `cancel` took out of the queue
@@ -54,7 +54,7 @@ def know(run: RunDirectory) -> KnownRun:
         record = read_record(run)
     except RunError as error:
         return KnownRun(run, None, str(error), attempts)
-    return KnownRun(run, record, None, attempts, orphaned_job(run, record))
+    return KnownRun(run, record, run.job_file_problem(), attempts, orphaned_job(run, record))
 
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:

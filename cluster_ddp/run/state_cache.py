@@ -156,7 +156,7 @@ def _marks_of(run: RunDirectory) -> Marks:
     The contents of an attempt's or a checkpoint's folder are never written in place, so the mark of the folder
     suffices.
     """
-    paths = [run.record_file, run.metrics_file, run.checkpoints, run.attempts, run.events]
+    paths = [run.record_file, run.job_file, run.metrics_file, run.checkpoints, run.attempts, run.events]
     with contextlib.suppress(OSError):
         paths += run.events.iterdir()
     paths += [attempt.path for attempt in list_attempts(run)]

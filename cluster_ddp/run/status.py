@@ -49,6 +49,7 @@ class RunSummary:
     slurm_job_id: str | None
     directory: str
     record: RunRecord | None  # the run's identity, omitted by `status --json`; None if run.json cannot be read
+    is_damaged: bool  # whether run.json or job.yaml is; `reason` says how. Omitted by `status --json`
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJo
         slurm_job_id=job.job_id if job else _last_job_id(history, ids),
         directory=str(run.path),
         record=record,
+        is_damaged=known.unreadable is not None,
     )
 
 

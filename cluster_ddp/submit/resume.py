@@ -72,6 +72,8 @@ def plan_resume(
     here = record.via == LOCAL
     size = {} if here else {"slurm.nodes": nodes, "launch.procs_per_node": procs}
     sizes = [f"{key}={value}" for key, value in size.items() if value is not None]
+    if (problem := run.job_file_problem()) is not None:
+        raise SubmitError(problem)
     job = load_run_job(run.job_file, [*settings, *sizes])
     _check_global_batch(record, job)
     _check_average(status, job)

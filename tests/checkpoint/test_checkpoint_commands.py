@@ -190,6 +190,14 @@ def test_export_of_the_averages(run: Path) -> None:
     assert torch.equal(read["norm.running_var"], model.norm.running_var)
 
 
+def test_a_file_in_the_place_of_the_checkpoints_is_told(run: Path) -> None:
+    (run / "checkpoints").rename(run / "saved")
+    (run / "checkpoints").write_text("")
+    for command in (("checkpoints", RUN), ("export", RUN, "-o", "model.safetensors")):
+        refused = call(run, *command)
+        assert refused.returncode == 2 and f"{run}/checkpoints is not a folder: " in refused.stderr
+
+
 def test_export_of_what_was_never_saved_is_a_wrong_call(run: Path) -> None:
     done = call(run, "export", RUN, "--step", "7", "-o", "model.safetensors")
     assert done.returncode == 2

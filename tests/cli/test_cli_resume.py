@@ -283,6 +283,16 @@ def test_a_run_that_does_not_exist(call: Call, here: Path, slurm: Slurm) -> None
     assert call("resume", "nothing").status == 2
 
 
+def test_a_run_without_its_job_is_told_and_what_to_do(call: Call, run: RunDirectory) -> None:
+    for what, remove in (("is empty", lambda: run.job_file.write_text("")), ("is missing", run.job_file.unlink)):
+        remove()
+        said = call("resume", run.id)
+        told = f"{run.job_file} {what}, and the run cannot be resumed without it: put a copy of it back"
+        assert said.status == 2 and told in said.err
+        for command in (("status",), ("status", run.id), ("list",)):
+            assert told in call(*command).out
+
+
 def test_a_run_that_was_started_in_a_way_that_is_not_known(call: Call, here: Path, slurm: Slurm) -> None:
     made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="later", script=None)
     said = call("resume", made.id)

@@ -93,6 +93,7 @@ CHANGES: dict[str, Callable[[RunDirectory, Say], object]] = {
     "a stop file": lambda run, say: request_stop(run.attempt(0), reason="person", by="me"),
     "no checkpoint": remove_checkpoint,
     "no metrics": lambda run, say: run.metrics_file.unlink(),
+    "no job": lambda run, say: run.job_file.unlink(),
     "another record": lambda run, say: run.record_file.write_text("{}"),
     "a link": put_link,
 }
