@@ -10,7 +10,7 @@ import collections
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.attributes import Attributes, is_element
 from cluster_ddp.train.state.kinds import is_common
 from cluster_ddp.train.state.snapshot import LENGTH
 
@@ -57,6 +57,8 @@ class Claims:
 
 
 def _is_in_a_log(place: str, saved: Attributes, saved_then: Attributes) -> bool:
+    if is_element(place) and place not in saved_then.leaves:  # of a dict, whose length is not among the leaves
+        return True
     lengths = [f"{whole}{LENGTH}" for whole in accumulate(place.split("."), "{}.{}".format)]
     return any(saved.leaves.get(length) != saved_then.leaves.get(length) for length in lengths)
 
