@@ -45,14 +45,20 @@ def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path:
         f"{array}_{task}" for task in range(3)
     }
     # The last task of an array that Slurm starts has the array's own number as its job id.
-    metrics = [Path(folder) / f"000{task}-width={task + 6}" / "metrics.jsonl" for task in range(3)]
-    cluster.wait_for(lambda: all(map(Path.exists, metrics)), PATIENCE, f"all train\n{story()}")
+    runs = [Path(folder) / f"000{task}-width={task + 6}" for task in range(3)]
+    cluster.wait_for(lambda: all((run / "metrics.jsonl").exists() for run in runs), PATIENCE, f"all train\n{story()}")
     assert [(row["state"], row["slurm_job_id"]) for row in elements()] == [
         ("RUNNING", f"{array}_{task}") for task in range(3)
     ]
 
     for task in (0, 2):
         cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_{task}")
+
+    def is_requeued(run: Path) -> bool:
+        return any('"event": "requeued"' in events.read_text() for events in run.glob("events/*.jsonl"))
+
+    # At full speed they may be complete before they have heard of it.
+    cluster.wait_for(lambda: all(map(is_requeued, runs[::2])), PATIENCE, f"both are queued again\n{story()}")
     (tmp_path / "brake").unlink()
 
     def is_over() -> bool:

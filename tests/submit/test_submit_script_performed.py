@@ -205,7 +205,8 @@ def test_a_node_failure_is_called_that(stage: Stage) -> None:
 
 
 def test_restarts_are_counted_from_this_start(stage: Stage) -> None:
-    stage.does(**{"training.sh": UNTIL_STOPPED})
+    running = "JobId=77 JobState=RUNNING Reason=None Restarts=4 PreemptTime=None X=y"
+    stage.does(**{"training.sh": UNTIL_STOPPED, "job": running})
     job = CANCELLED.replace("Restarts=0", "Restarts=4")
     assert stage.interrupt(signal.SIGTERM, job=job, SLURM_RESTART_COUNT="4") == 0
     assert reason(stage) == "cancel"
