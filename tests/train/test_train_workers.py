@@ -142,7 +142,8 @@ def test_workers_survive_the_signals_of_a_stop() -> None:
 
 
 WITH_A_FORK_SERVER = """
-import multiprocessing, os, signal, torch
+import multiprocessing, os, signal, sys, time, torch
+from multiprocessing import forkserver
 from cluster_ddp.train.data.loader import from_workers
 
 class Numbers(torch.utils.data.Dataset):
@@ -151,22 +152,40 @@ class Numbers(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # as a rank has a handler
+    multiprocessing.set_forkserver_preload(["json"])
+    if "tracked" in sys.argv:
+        lock = multiprocessing.Lock()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # as a rank has handlers
     batches = from_workers(Numbers(), range(60), workers=1, device=torch.device("cpu"))
     first = next(batches)
     os.killpg(0, signal.SIGUSR1)
+    os.killpg(0, signal.SIGTERM)
     print([first, *batches] == list(range(60)))
+    own = multiprocessing.Process(target=time.sleep, args=(100,))
+    own.start()
+    own.terminate()
+    own.join(20)
+    print(own.exitcode)
+    own.kill()
+    print(forkserver._forkserver._preload_modules[0])
 """
 
 
-def test_a_signal_to_the_process_group_leaves_the_server_that_forks_workers(tmp_path: Path) -> None:
-    """So workers start from Python 3.14 on; without the server all of them would seem to be dead."""
+@pytest.mark.parametrize("tracked", [("tracked",), ()])
+def test_a_signal_to_the_process_group_leaves_the_server_that_forks_workers(
+    tmp_path: Path, tracked: tuple[str, ...]
+) -> None:
+    """So workers start from Python 3.14 on; without the server all of them would seem to be dead.
+
+    What the program itself starts ends on SIGTERM.
+    """
     program = tmp_path / "program.py"
     program.write_text(WITH_A_FORK_SERVER)
     done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=200, start_new_session=True
+        [sys.executable, program, *tracked], capture_output=True, text=True, timeout=200, start_new_session=True
     )
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout == "True\n-15\njson\n", done.stderr
 
 
 def test_what_a_queue_of_a_worker_s_own_cannot_send_is_printed(

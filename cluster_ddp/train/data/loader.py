@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from multiprocessing import connection, queues
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +29,7 @@ from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.processes import present, survive
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.fork_server import protect_fork_server
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
 
@@ -193,27 +193,6 @@ def collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def protect_fork_server(context: BaseContext | None = None) -> None:
-    """Start the fork server, if workers are started by one, so that signals to the process group do not kill it.
-
-    It would take all workers with it. Python uses one by default since 3.14.
-
-    Parameters
-    ----------
-    context
-        The context that starts the workers; None: that of multiprocessing itself.
-    """
-    if (context or multiprocessing).get_start_method() != "forkserver":
-        return
-    from multiprocessing import forkserver
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SURVIVED)  # a new process inherits the blocked signals
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None:
     """Add to torch's error about workers that are gone how they ended, where it names only their process ids."""
     codes = sorted({worker.exitcode for worker in workers if worker.exitcode is not None})
@@ -260,7 +239,7 @@ def set_up_worker(worker: int) -> None:
     """
     gc.freeze()
     gc.enable()
-    survive(_SURVIVED)  # from now on also those that `protect_fork_server` has blocked
+    survive(_SURVIVED)
     queues.Queue._on_queue_feeder_error = send_instead  # type: ignore[attr-defined]
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():

@@ -11,9 +11,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from cluster_ddp.train.data.fork_server import protect_fork_server
 from cluster_ddp.train.data.loader import (
     collecting_no_garbage,
-    protect_fork_server,
     see_off,
     set_up_worker,
     tell_how_they_ended,
