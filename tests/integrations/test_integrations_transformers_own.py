@@ -104,6 +104,15 @@ def test_what_a_saved_model_notes_in_its_settings_is_not_told(tmp_path: Path) ->
     assert told(run) == []
 
 
+def _logging_each_step(place: Path) -> Any:
+    import transformers
+
+    return transformers.TrainingArguments(
+        output_dir=str(place / "output"), num_train_epochs=3, per_device_train_batch_size=8, save_strategy="no",
+        logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+
+
 def train_watched(place: Path, attempt: int, is_first: bool, stop_at: int = 0) -> tuple[Any, ...] | None:
     """What a callback of the program's own ends with; None when it was stopped, which it asks for in this step."""
     import transformers
@@ -134,10 +143,7 @@ def train_watched(place: Path, attempt: int, is_first: bool, stop_at: int = 0) -
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     begin_attempt(place, attempt)
-    args = transformers.TrainingArguments(
-        output_dir=str(place / "output"), num_train_epochs=3, per_device_train_batch_size=8, save_strategy="no",
-        logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+    args = _logging_each_step(place)
     transformers.set_seed(1)
     best = Best(attempt)
     callbacks = [best, ResumeExactly()] if is_first else [ResumeExactly(), best]
@@ -194,10 +200,7 @@ def train_limited(place: Path, attempt: int, is_first: bool, stop_at: int = 0) -
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     begin_attempt(place, attempt)
-    args = transformers.TrainingArguments(
-        output_dir=str(place / "output"), num_train_epochs=3, per_device_train_batch_size=8, save_strategy="no",
-        logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+    args = _logging_each_step(place)
     limited, ours = Limited(), ResumeExactly()
     callbacks = [transformers.TrainerCallback(), limited, ours] if is_first else [ours, limited]
     trainer = transformers.Trainer(Classifier(), args, train_dataset=Rows(), callbacks=callbacks)

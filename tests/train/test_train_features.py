@@ -208,27 +208,6 @@ def test_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
     assert sum(event.get("name") == "aten::cross_entropy_loss" for event in trace["traceEvents"]) == 2
 
 
-class NamesByVariable(Plain):
-    """Its source does not show the names of its metrics."""
-
-    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return dict(super().evaluate(model, batch))
-
-
-def test_the_metric_of_the_best_checkpoint_must_exist(tmp_path: Path) -> None:
-    """This is found out at the start, if the source shows the names; else by the first evaluation."""
-    sections: dict[str, Any] = {
-        "train": {"steps": 4, "global_batch": 24},
-        "checkpoint": {"keep_best": {"metric": "val/acuracy"}},
-    }
-    refusal = r"val/acuracy.*val/accuracy, val/loss"
-    with pytest.raises(TaskError, match=refusal):
-        Trainer(job(**sections), Plain())
-    trainer = Trainer(job(**sections), NamesByVariable())
-    with pytest.raises(TaskError, match=refusal):
-        trainer.run()
-
-
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "train": {"steps": 10, "global_batch": 24, "evaluate_every": "2 steps", "lr": 0.3},

@@ -1,13 +1,18 @@
-"""The names of metrics, read from the source of `evaluate`."""
+"""The names of metrics, read from the source of `evaluate`, and what is refused by them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from train_tasks import Plain, job
 
+from cluster_ddp.train import TaskError
 from cluster_ddp.train.metric_names import metric_names
+from cluster_ddp.train.trainer import Trainer
 
 
 class AddsMetrics:
@@ -42,3 +47,24 @@ def test_the_source_shows_the_names_of_metrics_or_not() -> None:
     both = ["loss", "accuracy"]
     assert metric_names(tasks.by_item) == both and metric_names(tasks.in_two_places) == both
     assert [metric_names(way) for way in (tasks.by_update, tasks.of_another, tasks.by_number)] == [None] * 3
+
+
+class NamesByVariable(Plain):
+    """Its source does not show the names of its metrics."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return dict(super().evaluate(model, batch))
+
+
+def test_the_metric_of_the_best_checkpoint_must_exist(tmp_path: Path) -> None:
+    """This is found out at the start, if the source shows the names; else by the first evaluation."""
+    sections: dict[str, Any] = {
+        "train": {"steps": 4, "global_batch": 24},
+        "checkpoint": {"keep_best": {"metric": "val/acuracy"}},
+    }
+    refusal = r"val/acuracy.*val/accuracy, val/loss"
+    with pytest.raises(TaskError, match=refusal):
+        Trainer(job(**sections), Plain())
+    trainer = Trainer(job(**sections), NamesByVariable())
+    with pytest.raises(TaskError, match=refusal):
+        trainer.run()

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,6 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
 
 def _attributes_of(holder: Any) -> dict[str, Any]:
     return holder if type(holder) is dict else vars(holder)
-
-
-def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
-    return any(part == name or part.startswith((f"{name}.", f"{name}, ")) for part in fresh)
 
 
 class Watch:
@@ -190,7 +186,7 @@ class Watch:
             changed = [name for name in changed if name not in comes_back or name in derived]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
-                fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
+                fresh |= {name for name in forms.leaves if is_within(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then), is_taken)
             unread = self._unread(changed, now)
             changed = [name for name in changed if name not in unread]
@@ -368,7 +364,7 @@ class Watch:
         was = self._looks[0][0]
         changed = [name for name in self._changes[0] if name.startswith("task.")]
         lost = {name for name in changed if now.is_lost(name, was, again)}
-        lost |= {name for name in now.keys_lost(again) if _is_fresh(name, changed)}
+        lost |= {name for name in now.keys_lost(again) if is_within(name, changed)}
         if self.before_loading is not None:
             lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
