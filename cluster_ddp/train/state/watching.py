@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,10 @@ def _is_default(name: str, task: object, now: Attributes) -> bool:
 
 def _attributes_of(holder: Any) -> dict[str, Any]:
     return holder if type(holder) is dict else vars(holder)
+
+
+def _holds_any(place: str, names: Iterable[str]) -> bool:
+    return any(is_within(name, [place]) for name in names)
 
 
 class Watch:
@@ -186,7 +190,7 @@ class Watch:
             changed = [name for name in changed if name not in comes_back or name in derived]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
-                fresh |= {name for name in forms.leaves if is_within(name.partition(", ")[0], fresh)}
+                fresh |= {name for name in forms.leaves if _holds_any(name.partition(", ")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh, (was, saved_then), is_taken)
             unread = self._unread(changed, now)
             changed = [name for name in changed if name not in unread]
@@ -364,7 +368,7 @@ class Watch:
         was = self._looks[0][0]
         changed = [name for name in self._changes[0] if name.startswith("task.")]
         lost = {name for name in changed if now.is_lost(name, was, again)}
-        lost |= {name for name in now.keys_lost(again) if is_within(name, changed)}
+        lost |= {name for name in now.keys_lost(again) if _holds_any(name, changed)}
         if self.before_loading is not None:
             lost |= was.by_both_names(now, self._changes[0]) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
