@@ -76,7 +76,7 @@ class Measures(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().loss(model, batch)
         for metric in (*self.sum, self.mean):
-            metric.update(loss.detach())
+            metric.update(loss.detach().cpu())
         return loss
 
     def state_dict(self) -> dict[str, Any]:
