@@ -279,7 +279,7 @@ def call(command: list[str], *, seconds: float = _COMMAND_TIMEOUT) -> str:
     Parameters
     ----------
     seconds
-        For all tries together: with the controller away each may take a quarter of a minute.
+        For all tries together: with the controller down each may take a quarter of a minute.
     """
     deadline = time.monotonic() + seconds
     for pause in PAUSES:

@@ -141,15 +141,15 @@ def table(costs: Sequence[Cost], title: str) -> str:
     lines = [
         title,
         "",
-        f"{'':>3} {'fault':<26} {'where':<7} {'at step':>7} {'attempts':>8} {'steps again':>11} {'seconds':>8}",
+        f"{'':>3} {'fault':<26} {'where':<7} {'at step':>7} {'attempts':>8} {'steps repeated':>14} {'seconds':>8}",
     ]
     for number, cost in enumerate(costs, start=1):
         where = cost.strike.node if FAULTS[cost.strike.kind].local else "job"
         lines.append(
-            f"{number:>3} {cost.strike.kind:<26} {where:<7} {cost.step:>7} {cost.attempts:>8} {cost.repeated:>11} "
+            f"{number:>3} {cost.strike.kind:<26} {where:<7} {cost.step:>7} {cost.attempts:>8} {cost.repeated:>14} "
             f"{cost.seconds:>8.1f}"
         )
-    total = f"{sum(cost.attempts for cost in costs):>8} {sum(cost.repeated for cost in costs):>11}"
+    total = f"{sum(cost.attempts for cost in costs):>8} {sum(cost.repeated for cost in costs):>14}"
     seconds = sum(cost.seconds for cost in costs)
     lines += [f"{'':>3} {'all':<26} {'':<7} {'':>7} {total} {seconds:>8.1f}", ""]
     lines += [

@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 RESULTS = Path(__file__).with_name("fault_results.json")
 VERSIONS = ("22.05", "24.05", "26.05")
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
-_HEAD = "fault", "what follows", "ends as", "attempts", "steps again", *(f"s, {version}" for version in VERSIONS)
+_HEAD = "fault", "what follows", "ends as", "attempts", "steps repeated", *(f"s, {version}" for version in VERSIONS)
 _NOT_RUN, _NONE = "?", "–"
 
 Results = dict[str, dict[str, dict[str, Any]]]

@@ -71,8 +71,8 @@ def paced(seconds: float) -> tuple[str, Mapping[str, Any]]:
 def bad(before: Harm, undo: Harm, words: str, **more: Any) -> Row:
     """A node that cannot take part: the run goes on without it."""
     return Row(
-        "the node is named, with its last output; requeued, after the second time without it if the partition has "
-        "enough others",
+        "the node is named, with its last output; requeued, and after the second failure without it if the partition "
+        "has enough others",
         before=before,
         undo=undo,
         attempts=3,

@@ -209,14 +209,14 @@ STARTS: dict[str, Row] = {
         job={"launch": {"setup": ["((${SLURM_RESTART_COUNT:-0} == 0))"]}},
     ),
     "a setup line that fails at restarts on one host": Row(
-        "retried, after the second time without this host if the partition has enough others",
+        "retried, and after the second failure without this host if the partition has enough others",
         preempt,
         words=(f"restart failed on {FIRST}: launch.setup: status 1 from:",),
         excluded=FIRST,
         job={"launch": {"setup": [f"[[ $SLURMD_NODENAME != {FIRST} || ${{SLURM_RESTART_COUNT:-0}} == 0 ]]"]}},
     ),
     "python missing on the batch host at a restart": Row(
-        "retried, after the second time without this host if the partition has enough others",
+        "retried, and after the second failure without this host if the partition has enough others",
         restart_without_python,
         undo=in_node(FIRST, "umount", "PYTHON"),
         words=(f"restart failed on {FIRST}",),

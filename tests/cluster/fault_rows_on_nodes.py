@@ -84,8 +84,8 @@ NODES: dict[str, Row] = {
         "its ranks and all other nodes save; requeued", as_in_chaos("kill -9 of an agent"), words=("agent-lost",)
     ),
     "node program killed (as for memory)": Row(
-        "its ranks have 3 s to save, then they are killed; the node is named; requeued, after the second time without "
-        "it",
+        "its ranks have 3 s to save, then they are killed; the node is named; requeued, and after the second failure "
+        "without it",
         as_in_chaos("kill -9 of a node program"),
         words=("its node program was killed from outside",),
         lost=2 * EVERY_STEPS,
@@ -125,9 +125,9 @@ NODES: dict[str, Row] = {
         task=(_FAULTY, {"fault": "crash", "at": 8}),
     ),
     # -- nodes and the network
-    "slurmd killed and back": Row("the job continues", as_in_chaos("kill -9 of slurmd"), attempts=1),
-    "network away for seconds": Row("the job continues", as_in_chaos("link down for seconds"), attempts=1),
-    "network of a node away, node lost": Row(
+    "slurmd killed and restarted": Row("the job continues", as_in_chaos("kill -9 of slurmd"), attempts=1),
+    "network down for a few seconds": Row("the job continues", as_in_chaos("link down for seconds"), attempts=1),
+    "network of a node down, node lost": Row(
         "Slurm, errors of the other ranks or the watchdog end the attempt; requeued; a host that fails twice is "
         "excluded if the partition has enough others",
         as_in_chaos("link down, node lost"),
@@ -151,7 +151,7 @@ NODES: dict[str, Row] = {
         attempts=1,
         words=("stopped by",),
     ),
-    "Slurm's controller away when the job is to be requeued": Row(
+    "Slurm's controller down when the job is to be requeued": Row(
         "tried until the allocation is nearly over, which `status` says while it lasts",
         without_controller,
         lost=2 * EVERY_STEPS,
@@ -206,14 +206,14 @@ NODES: dict[str, Row] = {
         full("/dev/shm"), in_bad_node("umount", "/dev/shm"), "free some space there"
     ),
     "temporary folder full on a node": Row(
-        "not needed",
+        "the run does not need it",
         before=full("FOLDER/tmp"),
         undo=in_bad_node("umount", "FOLDER/tmp"),
         attempts=1,
         job={"launch": {"setup": ["mkdir -p FOLDER/tmp; export TMPDIR=FOLDER/tmp"]}},
     ),
     "home missing on a node": Row(
-        "not needed",
+        "the run does not need it",
         before=in_bad_node("sh", "-c", "mkdir -p FOLDER/home; mount -t tmpfs -o ro none FOLDER/home"),
         undo=in_bad_node("umount", "FOLDER/home"),
         attempts=1,

@@ -156,7 +156,7 @@ def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run:
 
 
 def test_a_run_that_is_being_judged_has_not_failed_where_slurm_cannot_be_asked(run: RunDirectory, say: Say) -> None:
-    """With the controller away, its keeper takes a minute until it says that the requeue has to wait."""
+    """With the controller down, its keeper takes a minute until it says that the requeue has to wait."""
     begin(run, slurm_job_id="7")
     hide(run, 0)
     say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")

@@ -107,7 +107,7 @@ def test_many_jobs_are_asked_about_with_one_call(slurm: Path) -> None:
 
 
 def test_all_tries_together_take_no_longer_than_was_said(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the controller away `status` would else ask for minutes."""
+    """With the controller down `status` would else ask for minutes."""
     monkeypatch.setattr(commands, "PAUSES", (3600.0,))
     stand_in(slurm, "squeue", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(SlurmError, match="Unable to contact"):
