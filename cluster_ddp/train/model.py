@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
-from cluster_ddp.train.comm_hooks import CommHooks
+from cluster_ddp.train.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.refusals import (
@@ -153,10 +153,10 @@ def settle_buckets(
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copied(also.state_dict()) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
-    comm_hooks = CommHooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
-    for look in (comm_hooks.first, comm_hooks.second):  # after the first pass, DDP rebuilds its buckets
+    comm_hooks = watch_comm_hooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
+    for _ in range(2):  # after the first pass, DDP rebuilds its buckets
         run_backward(refuse_bypass(model, loss))
-        look()
+        next(comm_hooks, None)
         if _all_are_summed(model):
             summed = {
                 name: weight.new_empty(0) if weight.grad is None else weight.grad

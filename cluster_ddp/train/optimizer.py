@@ -50,6 +50,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """The parameters that optimizers hold, in the order of their groups."""
+    return [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+
+
 def can_fuse(model: nn.Module) -> bool:
     """Whether torch has a fused optimizer for all trainable parameters of this model."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

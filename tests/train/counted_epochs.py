@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cluster_ddp.train.own import kept
-from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.counts import watch_counts
 from cluster_ddp.train.own.watch.saved import Saved
 
 
@@ -29,13 +29,12 @@ def show(net: torch.nn.Module) -> torch.Tensor:
 
 def batches(messages: list[str], *handed: Any) -> Any:
     """Two epochs of three batches, which look at the loop after the second step of each."""
-    counts = Counts(Saved(handed), messages.append)
 
     def once() -> Any:
         for number in range(3):
             yield number
             if number == 1:
-                counts.second()
+                list(watch_counts(Saved(handed), messages.append))
 
     return once
 

@@ -10,7 +10,7 @@ import torch
 from counted_epochs import Kept, Trainer, batches
 
 from cluster_ddp.train.own import kept
-from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.counts import watch_counts
 from cluster_ddp.train.own.watch.saved import Saved
 
 
@@ -120,8 +120,8 @@ def test_a_rate_that_comes_from_the_optimizer_is_not_told() -> None:
 def test_a_dict_that_the_loop_keeps_is_not_told() -> None:
     best, messages, values = {"accuracy": 0.0, "epoch": 0}, list[str](), kept.KeptValues()
     values.add({"best": best})
-    counts = Counts(Saved(kept=values), messages.append)
-    keeps_the_best_in_a_dict(lambda: (counts.second() or 1 for _ in range(3)), best)
+    saved = Saved(kept=values)
+    keeps_the_best_in_a_dict(lambda: (list(watch_counts(saved, messages.append)) and 1 for _ in range(3)), best)
     assert messages == []
 
 

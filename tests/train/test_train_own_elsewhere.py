@@ -6,7 +6,7 @@ import importlib
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
 from cluster_ddp.train.own import kept
-from cluster_ddp.train.own.watch.elsewhere import Elsewhere
+from cluster_ddp.train.own.watch.elsewhere import watch_elsewhere
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.own.watch.schedulers import CountingSchedules
+from cluster_ddp.train.own.watch.schedulers import watch_schedules
 
 
 class Trainer:
@@ -178,11 +178,11 @@ class Meter:
             self.batches = 0
 
 
-def loop(step: Callable[[Elsewhere], Any], watch: Elsewhere, **held: Any) -> None:
+def loop(step: Callable[[], Any], watch: Iterator[None], **held: Any) -> None:
     """Two steps of a loop that holds these things."""
-    for look in (watch.first, watch.second):
-        step(watch)
-        look()
+    for _ in range(2):
+        step()
+        next(watch, None)
     assert held is not None
 
 
@@ -191,7 +191,7 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
     values = kept.KeptValues()
     if "kept" in held:
         values.add({"kept": held["kept"]})
-    loop(lambda _: step(*held.values()), Elsewhere(Saved(passed_in, values), messages.append), **held)
+    loop(lambda: step(*held.values()), watch_elsewhere(Saved(passed_in, values), messages.append), **held)
     return "".join(messages)
 
 
@@ -243,7 +243,7 @@ def test_a_rate_that_a_function_gives_by_a_count_at_the_top_is_told() -> None:
 
 def test_a_decorated_function_that_runs_is_left_to_the_watch_on_running_functions() -> None:
     messages: list[str] = []
-    decorated(Elsewhere(Saved(), messages.append), 1.0, {"of decorated": 0.0})
+    decorated(watch_elsewhere(Saved(), messages.append), 1.0, {"of decorated": 0.0})
     assert "best_at_the_top" in messages[0] and "of decorated" not in messages[0]
 
 
@@ -252,11 +252,11 @@ def as_it_is(function: Any) -> Any:
 
 
 @as_it_is
-def decorated(watch: Elsewhere, value: float, state: dict[str, float]) -> None:
-    for look in (watch.first, watch.second):
+def decorated(watch: Iterator[None], value: float, state: dict[str, float]) -> None:
+    for _ in range(2):
         if value > state["of decorated"]:
             state["of decorated"] = value
-        look()
+        next(watch, None)
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
@@ -357,7 +357,7 @@ def test_a_schedule_that_counts_its_own_calls_is_told(make: Any, name: str | Non
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = SequentialLR(optimizer, [ConstantLR(optimizer), LambdaLR(optimizer, make())], milestones=[2])
     messages: list[str] = []
-    CountingSchedules(Saved([scheduler]), messages.append).second()
+    list(watch_schedules(Saved([scheduler]), messages.append))
     if name is None:
         assert messages == []
         return

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from cluster_ddp.train.own.kept import KeptValues
-from cluster_ddp.train.own.watch.counts import Counts
-from cluster_ddp.train.own.watch.in_loss import InLoss
+from cluster_ddp.train.own.watch.counts import watch_counts
+from cluster_ddp.train.own.watch.in_loss import watch_loss
 from cluster_ddp.train.own.watch.saved import Saved
 
 
@@ -57,11 +57,11 @@ class State(Scaled):
 def batches(messages: list[str], passed_in: Any, kept: KeptValues) -> Any:
     """Two batches, and what looks at the loop after each."""
     saved = Saved([passed_in], kept)
-    watches = [InLoss(saved, lambda: "", messages.append), Counts(saved, messages.append)]
-    for look in ("first", "second"):
+    watches = [watch_loss(saved, (), messages.append), watch_counts(saved, messages.append)]
+    for _ in range(2):
         yield torch.rand(3, 4)
         for watch in watches:
-            getattr(watch, look)()
+            next(watch, None)
 
 
 def divides_by_an_object(model: nn.Module, once: Any, scaled: Any) -> None:

@@ -17,7 +17,7 @@ from train_ranks import run_ranks
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
-from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
+from cluster_ddp.train.own.watch.other_loaders import watch_other_loaders
 
 STEPS = 3
 
@@ -25,7 +25,7 @@ STEPS = 3
 def told(steps: Iterator[Any], own: Any = None) -> list[str]:
     """What is told of a loop over these."""
     messages: list[str] = []
-    first = FirstSteps([OtherLoaders(own, messages.append)])
+    first = FirstSteps([watch_other_loaders(own, messages.append)])
     for _ in zip(range(STEPS), steps, strict=False):
         first.end_step()
     return messages

@@ -23,7 +23,7 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.twins import twins
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
-from cluster_ddp.train.own.watch.overlooked import Overlooked
+from cluster_ddp.train.own.watch.overlooked import watch_overlooked
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.held import of_module
 
@@ -54,7 +54,7 @@ def told(handed: bool = True, draw: Any = None, seeded: tuple[Any, ...] = (), op
     teacher, average = nn.Linear(3, 2), Average(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = [*model.parameters(), *(average.parameters() if handed else ())]
-    steps = FirstSteps([Overlooked(lambda: kept, lambda: seeded, messages.append)])
+    steps = FirstSteps([watch_overlooked(lambda: kept, lambda: seeded, messages.append)])
     for _ in range(3):
         optimizer.zero_grad()
         (model(torch.ones(3)) - teacher(torch.ones(3))).square().sum().backward()
@@ -110,7 +110,7 @@ def test_the_copy_by_which_a_state_is_tried_is_not_told() -> None:
     model = nn.Linear(3, 2)
     model.itself = [model]  # type: ignore[assignment]
     copied, _ = twins(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    steps = FirstSteps([Overlooked(model.parameters, lambda: (), messages.append)])
+    steps = FirstSteps([watch_overlooked(model.parameters, lambda: (), messages.append)])
     for _ in range(2):
         copied.weight.data.add_(1.0)  # type: ignore[operator, union-attr]
         steps.end_step()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.train.own import kept as own_kept
-from cluster_ddp.train.own.watch.counts import Counts
-from cluster_ddp.train.own.watch.in_loss import InLoss
-from cluster_ddp.train.own.watch.remembered import Remembered
+from cluster_ddp.train.own.watch.counts import watch_counts
+from cluster_ddp.train.own.watch.in_loss import watch_loss
+from cluster_ddp.train.own.watch.remembered import watch_remembered
 from cluster_ddp.train.own.watch.saved import Saved
 
 MODEL = nn.Linear(4, 4)
@@ -29,18 +29,16 @@ def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
     """Epochs of two batches; the first looks at the loop around it after each."""
     saved = Saved([MODEL])
     watches = [
-        Counts(Saved(), messages.append),
-        InLoss(saved, lambda: " ".join(messages), messages.append),
-        Remembered(saved, lambda: " ".join(messages), messages.append),
+        watch_counts(Saved(), messages.append),
+        watch_loss(saved, messages, messages.append),
+        watch_remembered(saved, messages, messages.append),
     ]
-    looks = iter(("first", "second"))
 
     def once() -> Iterator[Tensor]:
         for _ in range(2):
             yield torch.rand(3, 4)
-            for look in itertools.islice(looks, 1):
-                for watch in watches:
-                    getattr(watch, look)()
+            for watch in watches:
+                next(watch, None)
 
     return once
 

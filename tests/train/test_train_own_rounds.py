@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster_ddp.train.own.kept import Kept
-from cluster_ddp.train.own.watch.rounds import Rounds
+from cluster_ddp.train.own.watch.rounds import watch_rounds
 
 passed_in = SimpleNamespace(step=0)
 
@@ -20,11 +20,12 @@ class Run:
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.messages = step, list[str]()
-        self.rounds = Rounds(lambda: self.step, self.messages.append, [passed_in])
+        self.watch = watch_rounds(lambda: self.step, self.messages.append, [passed_in])
 
     def batches(self, accumulate: int = 1) -> Iterator[int]:
-        for look in (lambda: None, self.rounds.first, self.rounds.second, lambda: None):
-            look()
+        for is_looked_at in (False, True, True, False):
+            if is_looked_at:
+                next(self.watch, None)
             yield from range(accumulate)
             self.step += 1
 

@@ -47,6 +47,10 @@ class KeptValues:
         """The current values, by name."""
         return vars(self._kept)
 
+    def keeps(self, value: Any) -> bool:
+        """Whether this very object is among the values."""
+        return any(value is kept for kept in self.values.values())
+
     def tensors(self) -> Iterator[Tensor]:
         """The tensors among the values."""
         return tensors_in(self.values)
@@ -59,18 +63,18 @@ class KeptValues:
             self._put_back(name)
         return self._kept
 
-    def first(self) -> None:
-        """Check after the first step that the values can be saved, rather than at the first save, much later.
+    def watch(self) -> Iterator[None]:
+        """Check after the first two steps that the values can be saved, rather than at the first save, much later.
 
         Raises
         ------
         TrainError
             A value cannot be saved.
         """
-        for name, value in self.values.items():
-            _expect_that_it_can_be_kept(name, value)
-
-    second = first
+        for _ in range(2):
+            for name, value in self.values.items():
+                _expect_that_it_can_be_kept(name, value)
+            yield
 
     def as_now(self) -> Callable[[], None]:
         """Take a snapshot; returns a function that restores it (values kept only later: as in the checkpoint)."""

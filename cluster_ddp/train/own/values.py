@@ -31,6 +31,11 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_nested) and tensor.layout is torch.strided and tensor.numel() > 0
 
 
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the elements of these tensors begin in memory."""
+    return {tensor.data_ptr() for tensor in tensors if has_values(tensor)}
+
+
 def sampled(tensors: Iterable[Tensor]) -> int:
     """A fingerprint of some elements of each tensor."""
     return fingerprint([_some_of(tensor.detach()) for tensor in tensors])

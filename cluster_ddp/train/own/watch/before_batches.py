@@ -13,13 +13,12 @@ from torch.utils.data import Dataset
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
-from cluster_ddp.train.own.program import running_frames
-from cluster_ddp.train.own.values import has_tensors, has_values, tensors_in
-from cluster_ddp.train.own.watch.syntax import assigned, is_of_library, is_saved, name_of, text_of, value_of
+from cluster_ddp.train.own.values import addresses, has_tensors, tensors_in
+from cluster_ddp.train.own.watch.syntax import Text, assigned, in_running, is_saved, name_of, value_of
 
 
-class BeforeBatches:
-    """Warns, after the second step, about what each epoch computes from the model before its batches, which use it.
+def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about what each epoch computes from the model before its batches, which use it.
 
     Examples are a copy of the model for SVRG, or labels for the samples by clustering their features. When an epoch is
     resumed in the middle, that code runs again, with other weights than at the beginning of the epoch. Only tensors,
@@ -34,33 +33,26 @@ class BeforeBatches:
     warn
         Called with the message.
     """
+    yield
+    saved = _Saved(addresses((*passed_in.tensors(), *kept.tensors())), kept)
+    if names := set(in_running(saved.computed_in)):
+        warn(
+            f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
+            "within the epoch computes that again, from other weights, and is exact only if no step depends on it. "
+            "Compute it after the batches instead, and once before the loop, in what run.keep() keeps "
+            "(kept = run.keep(labels=...)) or in a module that is passed in"
+        )
 
-    def __init__(self, passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> None:
-        self._passed_in, self._kept, self._warn = passed_in, kept, warn
-        self._held: set[int] = set()
 
-    def first(self) -> None:
-        """Does nothing: the source is checked after the second step."""
+class _Saved:
+    """The memory of the tensors that are saved, and what the loop keeps."""
 
-    def second(self) -> None:
-        """Call after the second step."""
-        tensors = (*self._passed_in.tensors(), *self._kept.tensors())
-        self._held = {tensor.data_ptr() for tensor in tensors if has_values(tensor)}
-        names: set[str] = set()
-        for frame in running_frames():
-            if not is_of_library(frame.f_code.co_filename):
-                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    names.update(self._in(frame))
-        if names:
-            self._warn(
-                f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
-                "within the epoch computes that again, from other weights, and is exact only if no step depends on it. "
-                "Compute it after the batches instead, and once before the loop, in what run.keep() keeps "
-                "(kept = run.keep(labels=...)) or in a module that is passed in"
-            )
+    def __init__(self, held: set[int], kept: KeptValues) -> None:
+        self._held, self._kept = held, kept
 
-    def _in(self, frame: FrameType) -> Iterator[str]:
-        loops = (loop for loop in text_of(frame).loops if isinstance(loop, ast.For))
+    def computed_in(self, text: Text, frame: FrameType) -> Iterator[str]:
+        """What the code before the batches computes from what is trained, and does not come back."""
+        loops = (loop for loop in text.loops if isinstance(loop, ast.For))
         for loop in loops:
             if not (isinstance(loop.iter, ast.Call) and (name_of(loop.iter.func) or "").endswith(".epochs")):
                 continue
@@ -83,14 +75,14 @@ class BeforeBatches:
         if isinstance(_value(owner or name, frame), Dataset):
             return True  # the batches are read from it
         found = _value(name, frame)
-        if not is_read or is_saved(name, frame, []) or any(found is value for value in self._kept.values.values()):
+        if not is_read or is_saved(name, frame, []) or self._kept.keeps(found):
             return False
         return (isinstance(found, nn.Module) or has_tensors(found)) and not self._shares(found)
 
     def _shares(self, found: Any) -> bool:
         """Whether this is, or has, a tensor that is saved."""
         tensors = (*found.parameters(), *found.buffers()) if isinstance(found, nn.Module) else tensors_in(found)
-        return any(tensor.data_ptr() in self._held for tensor in tensors if has_values(tensor))
+        return not self._held.isdisjoint(addresses(tensors))
 
 
 def _value(name: str, frame: FrameType) -> Any:

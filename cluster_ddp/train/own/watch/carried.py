@@ -25,8 +25,8 @@ _ENDS = (
 )  # instructions after which the next one does not run
 
 
-class Carried:
-    """Warns, after the second step, about variables holding tensors that a batch reads before it sets them.
+def watch_carried(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about variables holding tensors that a batch reads before it sets them.
 
     An example is ``output, hidden = model(batch, hidden)``: such values come from the previous batch, and start over
     after a resume. What is made once, in the first batch, does not count. Numbers are not reported: nearly every loop
@@ -39,36 +39,27 @@ class Carried:
     warn
         Called with the message.
     """
+    before = _carried_now(kept)
+    yield
+    now = _carried_now(kept)
+    if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
+        warn(
+            f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
+            "checkpoint contains: a resume is exact only if no step depends on them. Keep them: "
+            f"{how_to_keep(names[0], initial='None')}{_of_environments()}"
+        )
 
-    def __init__(self, kept: KeptValues, warn: Callable[[str], None]) -> None:
-        self._kept, self._warn = kept, warn
-        self._before: dict[str, int] = {}
 
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = self._now()
-
-    def second(self) -> None:
-        """Call after the second step."""
-        before, now = self._before, self._now()
-        if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
-            self._warn(
-                f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
-                "checkpoint contains: a resume is exact only if no step depends on them. Keep them: "
-                f"{how_to_keep(names[0], initial='None')}{_of_environments()}"
-            )
-
-    def _now(self) -> dict[str, int]:
-        """Fingerprints of these variables, by name."""
-        found: dict[str, int] = {}
-        kept = {id(value) for value in self._kept.values.values()}
-        with contextlib.suppress(Exception):  # an interpreter with a different bytecode
-            for frame in running_frames():
-                there = variables_of(frame)
-                carried = {name: there.get(name) for name in _carried(frame.f_code, frame.f_lasti)}
-                strange = {name: value for name, value in carried.items() if id(value) not in kept}
-                found |= {name: fingerprint_of(value) for name, value in strange.items() if has_tensors(value)}
-        return found
+def _carried_now(kept: KeptValues) -> dict[str, int]:
+    """Fingerprints of these variables, by name."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(Exception):  # an interpreter with a different bytecode
+        for frame in running_frames():
+            there = variables_of(frame)
+            carried = {name: there.get(name) for name in _carried(frame.f_code, frame.f_lasti)}
+            strange = {name: value for name, value in carried.items() if not kept.keeps(value)}
+            found |= {name: fingerprint_of(value) for name, value in strange.items() if has_tensors(value)}
+    return found
 
 
 def _of_environments() -> str:

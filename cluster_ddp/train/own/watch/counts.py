@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
-    running_frames,
     running_variables,
     variables_of,
 )
@@ -35,30 +34,30 @@ from cluster_ddp.train.own.watch.syntax import (
     counted,
     feeding_loss,
     holder_of,
+    in_running,
+    is_early_stopper,
     is_gradient,
     is_held,
     is_of_clock,
     is_of_library,
-    is_own_class,
     is_read,
+    is_restored,
     is_saved,
     last_part,
     name_of,
     nodes_around,
-    text_of,
     tree_of_object,
     value_of,
     with_parents,
 )
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
-_RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
 _METHODS_THAT_CHANGE = {"load_state_dict", "update_parameters"}
 
 
-class Counts:
-    """Warns, after the second step, about numbers on which a loop depends and that start over after a resume.
+def watch_counts(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about numbers on which a loop depends and that start over after a resume.
 
     First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
@@ -74,69 +73,66 @@ class Counts:
     warn
         Called with the message.
     """
+    yield
+    found = list(in_running(functools.partial(_unkept_in, saved=saved)))
+    counts = {name for name, is_count in found if is_count}
+    if counts:
+        first = last_part(min(counts))
+        warn(
+            f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
+            "starts counting again, so a limit, a learning rate or a periodic change of a model that depends on it "
+            f"is not exact. Keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop; or let it "
+            "begin at run.step, the number of finished steps"
+        )
+    if carried := {name for name, _ in found} - counts:
+        names = sorted(set(map(last_part, carried)))
+        warn(
+            f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
+            "from the initial value, and stops, sets the rate, computes a loss or saves a best model differently. "
+            f"Keep it: {how_to_keep(*names)}"
+        )
+    for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
+        warn(
+            f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume "
+            "it starts counting again, and training ends in a different epoch. Give it state_dict(), which returns "
+            f"its numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})"
+        )
 
-    def __init__(self, saved: Saved, warn: Callable[[str], None]) -> None:
-        self._saved, self._warn = saved, warn
 
-    def first(self) -> None:
-        """Does nothing: the source is checked after the second step."""
+def _unkept_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[str, bool]]:
+    """What a running function depends on and no checkpoint contains, each with whether it counts the batches."""
+    loops = [loop for loop in text.loops if isinstance(loop, ast.For)]
+    if not loops or _only_passes_on(loops[0], text.parents):
+        return
+    of_loops, find = Text(text.parents, list(loops)), functools.partial(value_of, frame=frame)
+    yield from ((name, True) for name in _counts_in(of_loops, find) if _is_unkept(name, frame, saved))
+    yield from ((name, False) for name in _carried_in(of_loops) if _is_unkept(name, frame, saved))
+    copies = _copied_weights_in(of_loops, find)
+    yield from ((name, False) for name in copies if not _is_saved(name, frame, saved))
 
-    def second(self) -> None:
-        """Call after the second step."""
-        counts: set[str] = set()
-        carried: set[str] = set()
-        for frame in running_frames():
-            if not is_of_library(frame.f_code.co_filename):
-                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    if (text := _loops_of(frame)) is not None:
-                        find = functools.partial(value_of, frame=frame)
-                        found = _counts_in(text, find)
-                        counts |= {name for name in found if self._is_unkept(name, frame)}
-                        carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
-                        carried |= {name for name in _copied_weights_in(text, find) if not self._is_saved(name, frame)}
-        if counts:
-            first = last_part(min(counts))
-            self._warn(
-                f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
-                "starts counting again, so a limit, a learning rate or a periodic change of a model that depends on it "
-                f"is not exact. Keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop; or let it "
-                "begin at run.step, the number of finished steps"
-            )
-        if carried := carried - counts:
-            names = sorted(set(map(last_part, carried)))
-            self._warn(
-                f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
-                "from the initial value, and stops, sets the rate, computes a loss or saves a best model differently. "
-                f"Keep it: {how_to_keep(*names)}"
-            )
-        for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
-            self._warn(
-                f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume "
-                "it starts counting again, and training ends in a different epoch. Give it state_dict(), which returns "
-                f"its numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})"
-            )
 
-    def _is_unkept(self, name: str, frame: FrameType) -> bool:
-        """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise.
+def _is_unkept(name: str, frame: FrameType, saved: Saved) -> bool:
+    """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise.
 
-        What a data set has is compared at a resume.
-        """
-        holder, _, key = name.partition("[")
-        owner = holder.rpartition(".")[0]
-        if owner and isinstance(value_of(owner, frame), Dataset):
+    What a data set has is compared at a resume.
+    """
+    holder, _, key = name.partition("[")
+    owner = holder.rpartition(".")[0]
+    if owner and isinstance(value_of(owner, frame), Dataset):
+        return False
+    found = value_of(holder, frame)
+    if key:
+        if saved.keeps(found):
             return False
-        found = value_of(holder, frame)
-        if key:
-            if self._saved.keeps(found):
-                return False
-            found = found[ast.literal_eval(key.removesuffix("]"))]
-        is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
-        return is_number and not is_saved(holder, frame, self._saved.things)
+        found = found[ast.literal_eval(key.removesuffix("]"))]
+    is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
+    return is_number and not is_saved(holder, frame, saved.things)
 
-    def _is_saved(self, name: str, frame: FrameType) -> bool:
-        found = variables_of(frame).get(name)
-        is_kept = found is not None and self._saved.keeps(found)
-        return is_kept or is_saved(name, frame, self._saved.things)
+
+def _is_saved(name: str, frame: FrameType, saved: Saved) -> bool:
+    found = variables_of(frame).get(name)
+    is_kept = found is not None and saved.keeps(found)
+    return is_kept or is_saved(name, frame, saved.things)
 
 
 def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:
@@ -193,18 +189,8 @@ def _given(call: ast.Call, function: Any) -> dict[str, ast.expr]:
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
     """Early stopping objects of the program's own classes, which most programs write themselves."""
     for name, found in found_or_nothing(reachable(running_variables(), 2)):
-        kind = type(found)
-        if "earlystop" not in kind.__name__.lower().replace("_", "") or callable(getattr(found, "state_dict", None)):
-            continue
-        if is_own_class(kind):
+        if is_early_stopper(found) and not callable(getattr(found, "state_dict", None)):
             yield name, found
-
-
-def _loops_of(frame: FrameType) -> Text | None:
-    """The running function, if it runs a for loop, and is not a generator that only passes batches on."""
-    parents, running = text_of(frame)
-    loops = [loop for loop in running if isinstance(loop, ast.For)]
-    return Text(parents, list(loops)) if loops and not _only_passes_on(loops[0], parents) else None
 
 
 def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
@@ -317,7 +303,7 @@ def _is_restored(before: Sequence[ast.AST], parents: dict[ast.AST, ast.AST], *, 
     begins
         Whether one of these sets it to a literal number; that may come first, or be the other branch of an ``if``.
     """
-    restored = [node for node in before if _RESTORED.search(ast.unparse(node))]
+    restored = [node for node in before if is_restored(node)]
     if not begins:
         return bool(restored)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from cluster_ddp.train.own.watch.syntax import assigned, nodes_around, sets_rate
+from cluster_ddp.train.own.watch.syntax import assigned, nodes_around, sets_rate, statement_of
 
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
@@ -29,7 +29,7 @@ def is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_
         if isinstance(around, ast.BinOp) and isinstance(around.op, ast.Mod) and around.left is use:
             return False
         if isinstance(around, ast.Compare):
-            statement = next(outer for outer in nodes_around(around, parents) if isinstance(outer, ast.stmt))
+            statement = statement_of(around, parents)
             return not (isinstance(statement, ast.Assign) and assigned(statement) == {name})  # as a mean of its own
         if isinstance(around, ast.Expr):  # on a count within the epoch, too
             call = around.value

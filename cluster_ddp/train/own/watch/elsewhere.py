@@ -17,6 +17,7 @@ from cluster_ddp.train.own.watch.syntax import (
     FUNCTIONS,
     assigned,
     begins_with_number,
+    is_early_stopper,
     is_held,
     is_of_clock,
     is_own_class,
@@ -40,8 +41,8 @@ _NAMES = re.compile(r"\w+")
 _SHOWS = re.compile(r"(\b|_)(print|log|logger|logging|info|debug|write|show|add_scalars?)(\b|_)")
 
 
-class Elsewhere:
-    """Warns, after the second step, about numbers of the program that decide, and that no running function sets.
+def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about numbers of the program that decide, and that no running function sets.
 
     Such as ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
     of any class of the program's own with an object in its variables, and likewise with a global variable or an item
@@ -56,51 +57,39 @@ class Elsewhere:
     warn
         Called with the message.
     """
+    before = {found.name: found.value for found in found_or_nothing(_numbers(saved))}
+    yield
+    names = {
+        found.name
+        for found in found_or_nothing(_numbers(saved))
+        if found.decides or (found.steers and before.get(found.name, found.value) != found.value)
+    }
+    if names:
+        last = sorted({name.rpartition(".")[2].partition("[")[0] for name in names})
+        warn(
+            f"the program depends on {', '.join(sorted(names))}, which no checkpoint contains: after a resume "
+            "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: "
+            f"{how_to_keep(last[0])}; or give its object state_dict() and load_state_dict(), and pass it in"
+        )
 
-    def __init__(self, saved: Saved, warn: Callable[[str], None]) -> None:
-        self._saved, self._warn = saved, warn
-        self._before: dict[str, Any] = {}
 
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = {found.name: found.value for found in self._found()}
-
-    def second(self) -> None:
-        """Call after the second step."""
-        before, self._before = self._before, {}
-        names = {
-            found.name
-            for found in self._found()
-            if found.decides or (found.steers and before.get(found.name, found.value) != found.value)
-        }
-        if names:
-            last = sorted({name.rpartition(".")[2].partition("[")[0] for name in names})
-            self._warn(
-                f"the program depends on {', '.join(sorted(names))}, which no checkpoint contains: after a resume "
-                "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: "
-                f"{how_to_keep(last[0])}; or give its object state_dict() and load_state_dict(), and pass it in"
-            )
-
-    def _found(self) -> list[_Found]:
-        return found_or_nothing(self._numbers())
-
-    def _numbers(self) -> Iterator[_Found]:
-        held = {id(part) for _, part in reachable((("", thing) for thing in self._saved.things), _DEPTH)}
-        held |= {id(value) for value in self._saved.kept.values.values()}
-        holders = [(name, value) for name, value in reachable(_variables(), _DEPTH) if id(value) not in held]
-        objects = [(name, value) for name, value in holders if _is_of_program(value)]
-        running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}
-        frames = {frame.f_code.co_filename: frame for frame in running_frames()}
-        sources = {file: source_of(file) for file in program_files(value for _, value in objects)}
-        asked = {part for source in sources.values() for part in _asked_for_rates(source)}
-        giving = [type(value) for name, value in objects if not asked.isdisjoint(_NAMES.findall(name)[-1:])]
-        givers = frozenset(kind.__name__ for of_object in giving for kind in of_object.__mro__)
-        for file, source in sources.items():
-            for use in _uses_in(source, givers):
-                if (file, use.line) in running:
-                    continue  # `Counts` looks at it
-                for name, value in _values(use, objects, holders, frames[file].f_globals if file in frames else {}):
-                    yield _Found(name, value, use.decides, use.steers)
+def _numbers(saved: Saved) -> Iterator[_Found]:
+    held = {id(part) for _, part in reachable((("", thing) for thing in saved.things), _DEPTH)}
+    held |= {id(value) for value in saved.kept.values.values()}
+    holders = [(name, value) for name, value in reachable(_variables(), _DEPTH) if id(value) not in held]
+    objects = [(name, value) for name, value in holders if _is_of_program(value)]
+    running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}
+    frames = {frame.f_code.co_filename: frame for frame in running_frames()}
+    sources = {file: source_of(file) for file in program_files(value for _, value in objects)}
+    asked = {part for source in sources.values() for part in _asked_for_rates(source)}
+    giving = [type(value) for name, value in objects if not asked.isdisjoint(_NAMES.findall(name)[-1:])]
+    givers = frozenset(kind.__name__ for of_object in giving for kind in of_object.__mro__)
+    for file, source in sources.items():
+        for use in _uses_in(source, givers):
+            if (file, use.line) in running:
+                continue  # `watch_counts` looks at it
+            for name, value in _values(use, objects, holders, frames[file].f_globals if file in frames else {}):
+                yield _Found(name, value, use.decides, use.steers)
 
 
 class _Found(NamedTuple):
@@ -132,9 +121,9 @@ def _is_of_program(value: Any) -> bool:
         return False
     is_framed = any(not is_own_class(kind) for kind in type(value).__mro__[:-1])
     saves_itself = any("state_dict" in vars(kind) for kind in type(value).__mro__ if is_own_class(kind))
-    is_stopper = "earlystop" in type(value).__name__.lower().replace("_", "")  # reported by `Counts`
     is_kept = any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__)  # by `ResumeExactly`
-    return not (is_stopper or is_kept or (is_framed and saves_itself))
+    # Those for early stopping are reported by `watch_counts`.
+    return not (is_early_stopper(value) or is_kept or (is_framed and saves_itself))
 
 
 def _values(

@@ -3,66 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from cluster_ddp.train.comm_hooks import CommHooks
+from cluster_ddp.train.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import one_search
-from cluster_ddp.train.own.watch.before_batches import BeforeBatches
-from cluster_ddp.train.own.watch.carried import Carried
-from cluster_ddp.train.own.watch.copies import Copies
-from cluster_ddp.train.own.watch.counts import Counts
-from cluster_ddp.train.own.watch.elsewhere import Elsewhere
+from cluster_ddp.train.own.watch.before_batches import watch_before_batches
+from cluster_ddp.train.own.watch.carried import watch_carried
+from cluster_ddp.train.own.watch.copies import watch_copies
+from cluster_ddp.train.own.watch.counts import watch_counts
+from cluster_ddp.train.own.watch.elsewhere import watch_elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
-from cluster_ddp.train.own.watch.in_loss import InLoss
-from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
-from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
-from cluster_ddp.train.own.watch.other_optimizers import OuterOptimizers
-from cluster_ddp.train.own.watch.overlooked import Overlooked
-from cluster_ddp.train.own.watch.queues import Queues
-from cluster_ddp.train.own.watch.remembered import Remembered
-from cluster_ddp.train.own.watch.rounds import Rounds
+from cluster_ddp.train.own.watch.in_loss import watch_loss
+from cluster_ddp.train.own.watch.other_handlers import watch_handlers
+from cluster_ddp.train.own.watch.other_loaders import watch_other_loaders
+from cluster_ddp.train.own.watch.other_optimizers import watch_outer_optimizers
+from cluster_ddp.train.own.watch.overlooked import watch_overlooked
+from cluster_ddp.train.own.watch.queues import watch_queues
+from cluster_ddp.train.own.watch.remembered import watch_remembered
+from cluster_ddp.train.own.watch.rounds import watch_rounds
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.own.watch.schedulers import CountingSchedules, OtherSchedulers
-from cluster_ddp.train.own.watch.sources import Sources
+from cluster_ddp.train.own.watch.schedulers import watch_other_schedulers, watch_schedules
+from cluster_ddp.train.own.watch.sources import watch_sources
 from cluster_ddp.train.randomness import OwnGenerators
 
 
-class Watch(Protocol):
-    """Detects one kind of state that steps change and that no checkpoint contains."""
-
-    def first(self) -> None:
-        """Call after the first step; records what is there."""
-
-    def second(self) -> None:
-        """Call after the second step; reports what has changed since."""
-
-
 class FirstSteps:
-    """Calls each `Watch` after the first step and after the second, then drops them.
+    """Lets each watch look at the program after the first step and after the second.
 
     Parameters
     ----------
     watches
-        Called in this order.
+        Called in this order. Each is a generator: up to its ``yield`` it records what is there after the first step,
+        and then reports, after the second, what has changed since.
     """
 
-    def __init__(self, watches: Sequence[Watch]) -> None:
-        self._rounds: list[list[Callable[[], None]]] = [
-            [watch.first for watch in watches],
-            [watch.second for watch in watches],
-        ]
+    def __init__(self, watches: Sequence[Iterator[None]]) -> None:
+        self._watches, self._left = watches, 2
 
     def end_step(self) -> None:
         """Call after each update, from within the iterator from which the loop takes its next batch."""
-        if self._rounds:
+        if self._left:
+            self._left -= 1
             with one_search():
-                for call in self._rounds.pop(0):
-                    call()
+                for watch in self._watches:
+                    next(watch, None)
 
 
 def first_steps_of(
@@ -95,26 +84,26 @@ def first_steps_of(
     draws_itself = loader is None
     others = list(passed_in.others.values())
     saved = Saved([*passed_in.optimizers, *others], loop.kept)
-    first_batches = FirstSteps([loop.kept])
+    first_batches = FirstSteps([loop.kept.watch()])
     first_updates = FirstSteps(
         [
-            *([Sources(loop.kept, tell)] if draws_itself else []),
-            OtherLoaders(None if batches is None else batches.data, tell),
-            Overlooked(kept, seeded, tell, remedy),
-            Copies(passed_in, loop.kept, tell),
-            OuterOptimizers(passed_in, tell),
-            Queues(passed_in, loop.kept, tell),
-            OtherSchedulers(passed_in.optimizers, others, tell),
-            CountingSchedules(saved, tell),
-            BeforeBatches(passed_in, loop.kept, tell),
-            Carried(loop.kept, tell),
-            Counts(Saved(others, loop.kept), tell),
-            Rounds(lambda: loop.step, tell, others),
-            Elsewhere(saved, tell),
-            OtherHandlers(lambda: loop.unheard, tell),
-            CommHooks(passed_in.wrapped, tell),
-            InLoss(saved, lambda: " ".join(said), tell),
-            Remembered(Saved([passed_in.model, *saved.things], loop.kept), lambda: " ".join(said), tell),
+            *([watch_sources(loop.kept, tell)] if draws_itself else []),
+            watch_other_loaders(None if batches is None else batches.data, tell),
+            watch_overlooked(kept, seeded, tell, remedy),
+            watch_copies(passed_in, loop.kept, tell),
+            watch_outer_optimizers(passed_in, tell),
+            watch_queues(passed_in, loop.kept, tell),
+            watch_other_schedulers(passed_in.optimizers, others, tell),
+            watch_schedules(saved, tell),
+            watch_before_batches(passed_in, loop.kept, tell),
+            watch_carried(loop.kept, tell),
+            watch_counts(Saved(others, loop.kept), tell),
+            watch_rounds(lambda: loop.step, tell, others),
+            watch_elsewhere(saved, tell),
+            watch_handlers(lambda: loop.unheard, tell),
+            watch_comm_hooks(passed_in.wrapped, tell),
+            watch_loss(saved, said, tell),
+            watch_remembered(Saved([passed_in.model, *saved.things], loop.kept), said, tell),
         ]
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,17 +22,17 @@ from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.own.watch.syntax import (
+    Text,
     assigned,
     below,
     changed_in_place_after_use,
     feeding_loss,
+    in_running,
     is_of_clock,
-    is_of_library,
     is_own_class,
     is_read,
     is_saved,
     reset_each_time,
-    text_of,
     tree_of_object,
     value_of,
 )
@@ -44,14 +45,14 @@ _MAX_ELEMENTS = 2**24  # of a tensor that is compared as a whole, since a step m
 _Parts = dict[Any, int | float]
 
 
-class InLoss:
-    """Warns, after the second step, about lists, objects, tensors and arrays that steps change and the loss depends on.
+def watch_loss(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about lists, objects, tensors and arrays that steps change and the loss depends on.
 
     Tensors and arrays count if the loop computes the loss from them before it changes them in place, such as a bank of
     features; those that each step fills first do not.
 
     The source of the running functions shows what the loss depends on, so that whatever only prints is not reported.
-    Variables that the loop sets are left to `Counts` and `Carried`.
+    Variables that the loop sets are left to `watch_counts` and `watch_carried`.
 
     Parameters
     ----------
@@ -62,77 +63,65 @@ class InLoss:
     warn
         Called with the message.
     """
+    find = functools.partial(_feeding_in, saved=saved)
+    before = dict(in_running(find))
+    yield
+    now = dict(in_running(find))
+    kept = [value for value in saved.kept.values.values() if type(value) in (int, float)]
+    changed = [name for name, parts in now.items() if _has_changed(before.get(name, parts), parts, kept)]
+    told = " ".join(said)
+    if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", told)):
+        warn(
+            f"steps change {', '.join(names)}, from which the loss is computed and which no checkpoint contains: a "
+            "resume starts with what the program puts there before the loop, and is not exact. Keep lists, tensors "
+            "and arrays, for example with kept = run.keep(losses=losses); give an object state_dict() and "
+            "load_state_dict(), and pass it in"
+        )
 
-    def __init__(self, saved: Saved, said: Callable[[], str], warn: Callable[[str], None]) -> None:
-        self._saved, self._said, self._warn = saved, said, warn
-        self._before: dict[str, _Parts] = {}
 
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = self._now()
-
-    def second(self) -> None:
-        """Call after the second step."""
-        before, self._before = self._before, {}
-        said = self._said()
-        changed = [name for name, now in self._now().items() if self._has_changed(before.get(name, now), now)]
-        if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", said)):
-            self._warn(
-                f"steps change {', '.join(names)}, from which the loss is computed and which no checkpoint contains: a "
-                "resume starts with what the program puts there before the loop, and is not exact. Keep lists, tensors "
-                "and arrays, for example with kept = run.keep(losses=losses); give an object state_dict() and "
-                "load_state_dict(), and pass it in"
-            )
-
-    def _now(self) -> dict[str, _Parts]:
-        now: dict[str, _Parts] = {}
-        for frame in running_frames():
-            if not is_of_library(frame.f_code.co_filename):
-                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    now |= dict(self._in(frame))
-        return now
-
-    def _in(self, frame: FrameType) -> Iterator[tuple[str, _Parts]]:
-        text = text_of(frame)
-        if not text.loops:
-            return
-        setting = (text.loops[0], *below(text.loops[0], text.parents))
-        set_here = {name.partition("[")[0] for node in setting for name in assigned(node)} | reset_each_time(text)
-        feeding = feeding_loss(text)
-        for name in feeding.names:
-            parts = name.split(".")
-            if not set_here.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[str, _Parts]]:
+    """What a running function computes the loss from and does not set itself, with what is in it now."""
+    if not text.loops:
+        return
+    setting = (text.loops[0], *below(text.loops[0], text.parents))
+    set_here = {name.partition("[")[0] for node in setting for name in assigned(node)} | reset_each_time(text)
+    feeding = feeding_loss(text)
+    for name in feeding.names:
+        parts = name.split(".")
+        if not set_here.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+            continue
+        with contextlib.suppress(Exception):  # not a variable or an attribute
+            found = value_of(name, frame)
+            if isinstance(found, _ARRAYS):
+                is_saved_here = is_saved(name, frame, saved.things) or _holds(saved, found)
+                if not is_saved_here and changed_in_place_after_use(name, text, feeding.statements):
+                    yield name, {None: _whole(found)}
                 continue
-            with contextlib.suppress(Exception):  # not a variable or an attribute
+            if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
+                name = name.rpartition(".")[0]
                 found = value_of(name, frame)
-                if isinstance(found, _ARRAYS):
-                    is_saved_here = is_saved(name, frame, self._saved.things) or self._holds(found)
-                    if not is_saved_here and changed_in_place_after_use(name, text, feeding.statements):
-                        yield name, {None: _whole(found)}
-                    continue
-                if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
-                    name = name.rpartition(".")[0]
-                    found = value_of(name, frame)
-                if not is_saved(name, frame, self._saved.things) and self._may_be_unsaved(name, found):
-                    yield name, _contents(found)
+            if not is_saved(name, frame, saved.things) and _may_be_unsaved(found, saved):
+                yield name, _contents(found)
 
-    def _may_be_unsaved(self, name: str, found: Any) -> bool:
-        if self._saved.keeps(found) or any(found is thing for thing in self._saved.things):
-            return False
-        is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
-        return is_own or isinstance(found, _LISTS)
 
-    def _holds(self, found: Tensor | np.ndarray[Any, Any]) -> bool:
-        """Whether this tensor or array is kept, or a tensor of what was passed in."""
-        modules = (thing for thing in self._saved.things if isinstance(thing, nn.Module))
-        tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-        is_of_module = isinstance(found, Tensor) and found.data_ptr() in {tensor.data_ptr() for tensor in tensors}
-        return is_of_module or self._saved.keeps(found)
+def _may_be_unsaved(found: Any, saved: Saved) -> bool:
+    if saved.keeps(found) or any(found is thing for thing in saved.things):
+        return False
+    is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
+    return is_own or isinstance(found, _LISTS)
 
-    def _has_changed(self, was: _Parts, now: _Parts) -> bool:
-        """Whether it has, in more than numbers that the loop keeps."""
-        kept = [value for value in self._saved.kept.values.values() if type(value) in (int, float)]
-        return len(was) != len(now) or any(was.get(key) != part and part not in kept for key, part in now.items())
+
+def _holds(saved: Saved, found: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether this tensor or array is kept, or a tensor of what was passed in."""
+    modules = (thing for thing in saved.things if isinstance(thing, nn.Module))
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    is_of_module = isinstance(found, Tensor) and found.data_ptr() in {tensor.data_ptr() for tensor in tensors}
+    return is_of_module or saved.keeps(found)
+
+
+def _has_changed(was: _Parts, now: _Parts, kept: Sequence[float]) -> bool:
+    """Whether it has, in more than numbers that the loop keeps."""
+    return len(was) != len(now) or any(was.get(key) != part and part not in kept for key, part in now.items())
 
 
 def _runs_loop(value: Any) -> bool:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, living, reachable, running_variables
-from cluster_ddp.train.own.values import has_values, tensors_in
+from cluster_ddp.train.own.values import addresses, has_values, tensors_in
 
 _DEPTH = 2  # a variable's value, and its attributes
 
@@ -33,7 +34,7 @@ class OtherOptimizers:
 
     def __init__(self, passed_in: PassedIn, batches: Callable[[], int | None]) -> None:
         self._known = {id(optimizer) for optimizer in passed_in.stepping}
-        self._weights = {id(weight) for optimizer in passed_in.optimizers for weight in _weights_of(optimizer)}
+        self._weights = set(map(id, parameters_of(*passed_in.optimizers)))
         self._batches = batches
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_post_hook(self._see)
@@ -48,7 +49,7 @@ class OtherOptimizers:
         batch = self._batches()
         if batch is None or self._seen.setdefault(optimizer, batch) == batch:
             return
-        if any(id(weight) in self._weights for weight in _weights_of(optimizer)):
+        if any(id(weight) in self._weights for weight in parameters_of(optimizer)):
             raise TrainError(
                 f"a {type(optimizer).__name__} that was not passed in has trained weights that are: its state would "
                 "be in no checkpoint. Make all optimizers once, before resumable() or steps(), and hand them over "
@@ -56,47 +57,35 @@ class OtherOptimizers:
             )
 
 
-class OuterOptimizers:
-    """Warns, after the second step, about an optimizer with state of its own around one that was passed in.
+def watch_outer_optimizers(passed_in: PassedIn, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about an optimizer with state of its own around one that was passed in.
 
     An example is a Lookahead whose slow weights are not in the state of the optimizer inside it.
     """
-
-    def __init__(self, passed_in: PassedIn, warn: Callable[[str], None]) -> None:
-        self._passed_in, self._warn = passed_in, warn
-
-    def first(self) -> None:
-        """Nothing is recorded: what is there after the second step shows it."""
-
-    def second(self) -> None:
-        """Call after the second step."""
-        names = {type(outer).__name__ for outer in found_or_nothing(self._found())}
-        if names:
-            self._warn(
-                f"an optimizer around one that was passed in ({', '.join(sorted(names))}) holds tensors of its own "
-                "like the weights, which no checkpoint contains and which start over, so a resume is not exact: "
-                "pass in the outer one, or, if that is refused, use another implementation of it"
-            )
-
-    def _found(self) -> Iterator[Any]:
-        inside = {id(optimizer): optimizer for optimizer in self._passed_in.stepping}
-        given = {id(thing) for thing in self._passed_in.others.values()}
-        weights = [weight for optimizer in self._passed_in.stepping for weight in _weights_of(optimizer)]
-        shapes = {weight.shape for weight in weights if weight.numel() > 1}
-        saved = {tensor.data_ptr() for tensor in self._passed_in.tensors() if has_values(tensor)}
-        saved |= {weight.grad.data_ptr() for weight in weights if weight.grad is not None}
-        for optimizer in inside.values():
-            saved |= {tensor.data_ptr() for tensor in tensors_in(vars(optimizer)) if has_values(tensor)}
-        around = {id(held): held for _, held in reachable(running_variables(), _DEPTH) if hasattr(held, "param_groups")}
-        around |= {id(held): held for held in living(Optimizer)}
-        for outer in around.values():
-            parts = getattr(outer, "__dict__", {})
-            if id(outer) in inside.keys() | given or not any(id(part) in inside for part in parts.values()):
-                continue
-            own = (tensor for tensor in tensors_in(parts) if has_values(tensor) and tensor.data_ptr() not in saved)
-            if any(tensor.shape in shapes for tensor in own):
-                yield outer
+    yield
+    if names := {type(outer).__name__ for outer in found_or_nothing(_outer(passed_in))}:
+        warn(
+            f"an optimizer around one that was passed in ({', '.join(sorted(names))}) holds tensors of its own "
+            "like the weights, which no checkpoint contains and which start over, so a resume is not exact: "
+            "pass in the outer one, or, if that is refused, use another implementation of it"
+        )
 
 
-def _weights_of(optimizer: Optimizer) -> list[Any]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+def _outer(passed_in: PassedIn) -> Iterator[Any]:
+    inside = {id(optimizer): optimizer for optimizer in passed_in.stepping}
+    given = {id(thing) for thing in passed_in.others.values()}
+    weights = parameters_of(*passed_in.stepping)
+    shapes = {weight.shape for weight in weights if weight.numel() > 1}
+    saved = addresses(passed_in.tensors())
+    saved |= {weight.grad.data_ptr() for weight in weights if weight.grad is not None}
+    for optimizer in inside.values():
+        saved |= addresses(tensors_in(vars(optimizer)))
+    around = {id(held): held for _, held in reachable(running_variables(), _DEPTH) if hasattr(held, "param_groups")}
+    around |= {id(held): held for held in living(Optimizer)}
+    for outer in around.values():
+        parts = getattr(outer, "__dict__", {})
+        if id(outer) in inside.keys() | given or not any(id(part) in inside for part in parts.values()):
+            continue
+        own = (tensor for tensor in tensors_in(parts) if has_values(tensor) and tensor.data_ptr() not in saved)
+        if any(tensor.shape in shapes for tensor in own):
+            yield outer

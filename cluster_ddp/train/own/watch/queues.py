@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +30,8 @@ _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _DEPTH_OF_PASSED_IN = 4
 
 
-class Queues:
-    """Warns, after the second step, about queues that steps fill with tensors or arrays and no checkpoint contains.
+def watch_queues(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about queues that steps fill with tensors or arrays and no checkpoint contains.
 
     These are any `deque`, any list in an attribute of an object, such as the images of a pool, and any list from which
     the program draws, as in ``random.sample(memory, 32)``. Queues of numbers are not reported: they are mostly losses
@@ -50,93 +50,86 @@ class Queues:
     warn
         Called with the message.
     """
+    # Lists that were empty before the first step; kept alive, so that their ids are not reused.
+    variables = found_or_nothing(reachable(running_variables(), _DEPTH))
+    return _watch(passed_in, kept, warn, [found for _, found in variables if type(found) is list and not found])
 
-    def __init__(self, passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> None:
-        self._passed_in, self._kept, self._warn = passed_in, kept, warn
-        # Lists that were empty before the first step; kept alive, so that their ids are not reused.
-        self._empty = [found for _, found in _variables() if type(found) is list and not found]
-        self._before: list[tuple[_Queue, tuple[int, int]]] = []
-        self._rows_before: list[tuple[str, Any, str, str, tuple[int, int, int]]] = []
-        self._beside_before: dict[str, int] = {}
 
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = [(queue, _end_of(queue)) for _, queue in self._found()]
-        self._rows_before = found_or_nothing(self._next_rows())
-        self._beside_before = dict(found_or_nothing(self._beside_kept()))
+def _watch(
+    passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None], empty: Sequence[list[Any]]
+) -> Iterator[None]:
+    before = [(queue, _end_of(queue)) for _, queue in found_or_nothing(_queues(passed_in, kept))]
+    rows = found_or_nothing(_next_rows(passed_in, kept))
+    beside = dict(found_or_nothing(_beside_kept(passed_in, kept)))
+    yield
+    filled = {id(queue): len(queue) == end[0] for queue, end in before if _end_of(queue) != end}
+    emptied = {id(queue) for queue in empty if filled.get(id(queue))}
+    queues = {
+        name
+        for name, queue in found_or_nothing(_queues(passed_in, kept))
+        if id(queue) in filled
+        and not (id(queue) in emptied and is_only_read_where_set(last_part(name), is_container=True))
+    }
+    arrays = {f"{name}.{array}" for name, holder, array, key, row in rows if _is_filled(holder, array, key, row)}
+    if names := sorted(queues | arrays):
+        warn(
+            f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume starts with "
+            "whatever the program puts there before the loop, and is exact only if no step depends on it. Keep "
+            "it, for example with kept = run.keep(memory=deque(maxlen=10000)), and use kept.memory in the loop; "
+            "keep a list that an object fills in place with run.keep(images=pool.images) before the loop. An "
+            "object that counts what it holds needs state_dict() and load_state_dict(): pass it in (memory=buffer)"
+        )
+    now = found_or_nothing(_beside_kept(passed_in, kept))
+    if names := sorted(name for name, number in now if beside.get(name, number) != number):
+        warn(
+            f"steps change {', '.join(names)}, which no checkpoint contains, in an object whose other contents "
+            "run.keep() keeps: after a resume they would not match. Give the object state_dict() and "
+            "load_state_dict() that hold all of it, and pass it in (pool=pool) instead"
+        )
 
-    def second(self) -> None:
-        """Call after the second step."""
-        before, self._before = self._before, []
-        filled = {id(queue): len(queue) == end[0] for queue, end in before if _end_of(queue) != end}
-        rows, self._rows_before = self._rows_before, []
-        emptied = {id(queue) for queue in self._empty if filled.get(id(queue))}
-        queues = {
-            name
-            for name, queue in self._found()
-            if id(queue) in filled
-            and not (id(queue) in emptied and is_only_read_where_set(last_part(name), is_container=True))
-        }
-        arrays = {f"{name}.{array}" for name, holder, array, key, row in rows if _is_filled(holder, array, key, row)}
-        if names := sorted(queues | arrays):
-            self._warn(
-                f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume starts with "
-                "whatever the program puts there before the loop, and is exact only if no step depends on it. Keep "
-                "it, for example with kept = run.keep(memory=deque(maxlen=10000)), and use kept.memory in the loop; "
-                "keep a list that an object fills in place with run.keep(images=pool.images) before the loop. An "
-                "object that counts what it holds needs state_dict() and load_state_dict(): pass it in (memory=buffer)"
-            )
-        beside = self._beside_before
-        if names := sorted(name for name, now in found_or_nothing(self._beside_kept()) if beside.get(name, now) != now):
-            self._warn(
-                f"steps change {', '.join(names)}, which no checkpoint contains, in an object whose other contents "
-                "run.keep() keeps: after a resume they would not match. Give the object state_dict() and "
-                "load_state_dict() that hold all of it, and pass it in (pool=pool) instead"
-            )
 
-    def _holders(self) -> Iterator[tuple[str, Any, dict[str, int]]]:
-        """The objects in the program's variables that were not passed in, and the integers in their attributes."""
-        passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
-        held = {id(part) for _, part in reachable(passed_in, _DEPTH_OF_PASSED_IN)}
-        for name, found in reachable(running_variables(), _DEPTH):
-            kind = type(found)
-            if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
-                continue
-            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type, ModuleType)):
-                yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
+def _held(passed_in: PassedIn) -> set[int]:
+    """The ids of what was passed in, and of what that holds."""
+    things = [("", thing) for thing in (*passed_in.optimizers, *passed_in.others.values())]
+    return {id(part) for _, part in reachable(things, _DEPTH_OF_PASSED_IN)}
 
-    def _beside_kept(self) -> Iterator[tuple[str, int]]:
-        kept = {id(value) for value in self._kept.values.values() if isinstance(value, _FILLED)}
-        for name, found, numbers in self._holders():
-            if any(id(value) in kept for value in list(vars(found).values())):
-                yield from ((f"{name}.{key}", value) for key, value in numbers.items())
 
-    def _next_rows(self) -> Iterator[tuple[str, Any, str, str, tuple[int, int, int]]]:
-        """The arrays in an object beside a number that may be their next row, with what is in this row and the last."""
-        kept = {id(value) for value in self._kept.values.values()}
-        for name, found, numbers in self._holders():
-            for array, value in list(vars(found).items()):
-                if isinstance(value, _ARRAYS) and value.ndim and id(value) not in kept:
-                    for key, row in numbers.items():
-                        if 0 < row < len(value):
-                            yield (
-                                name,
-                                found,
-                                array,
-                                key,
-                                (row, fingerprint_of(value[row : row + 1]), fingerprint_of(value[row - 1 : row])),
-                            )
+def _holders(passed_in: PassedIn) -> Iterator[tuple[str, Any, dict[str, int]]]:
+    """The objects in the program's variables that were not passed in, and the integers in their attributes."""
+    held = _held(passed_in)
+    for name, found in reachable(running_variables(), _DEPTH):
+        kind = type(found)
+        if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
+            continue
+        if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type, ModuleType)):
+            yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
 
-    def _found(self) -> list[tuple[str, _Queue]]:
-        return found_or_nothing(self._of_the_loop())
 
-    def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
-        passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
-        held = {id(part) for _, part in (*reachable(passed_in, _DEPTH_OF_PASSED_IN), *self._kept.values.items())}
-        drawn_from = {name for file in program_files([]) for name in _drawn_from(source_of(file))}
-        for name, found in reachable(running_variables(), _DEPTH):
-            if _is_queue(name, found, drawn_from) and found and has_tensors(found[-1]) and id(found) not in held:
-                yield name, found
+def _beside_kept(passed_in: PassedIn, kept: KeptValues) -> Iterator[tuple[str, int]]:
+    filled = {id(value) for value in kept.values.values() if isinstance(value, _FILLED)}
+    for name, found, numbers in _holders(passed_in):
+        if any(id(value) in filled for value in list(vars(found).values())):
+            yield from ((f"{name}.{key}", value) for key, value in numbers.items())
+
+
+def _next_rows(passed_in: PassedIn, kept: KeptValues) -> Iterator[tuple[str, Any, str, str, tuple[int, int, int]]]:
+    """The arrays in an object beside a number that may be their next row, with what is in this row and the last."""
+    for name, found, numbers in _holders(passed_in):
+        for array, value in list(vars(found).items()):
+            if isinstance(value, _ARRAYS) and value.ndim and not kept.keeps(value):
+                for key, row in numbers.items():
+                    if 0 < row < len(value):
+                        rows = fingerprint_of(value[row : row + 1]), fingerprint_of(value[row - 1 : row])
+                        yield name, found, array, key, (row, *rows)
+
+
+def _queues(passed_in: PassedIn, kept: KeptValues) -> Iterator[tuple[str, _Queue]]:
+    held = _held(passed_in)
+    drawn_from = {name for file in program_files([]) for name in _drawn_from(source_of(file))}
+    for name, found in reachable(running_variables(), _DEPTH):
+        is_saved = id(found) in held or kept.keeps(found)
+        if _is_queue(name, found, drawn_from) and found and has_tensors(found[-1]) and not is_saved:
+            yield name, found
 
 
 def _is_queue(name: str, found: Any, drawn_from: set[str]) -> bool:
@@ -165,10 +158,6 @@ def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) 
         and fingerprint_of(now[row : row + 1]) != following
         and fingerprint_of(now[row - 1 : row]) == last
     )
-
-
-def _variables() -> list[tuple[str, Any]]:
-    return found_or_nothing(reachable(running_variables(), _DEPTH))
 
 
 def _end_of(queue: _Queue) -> tuple[int, int]:

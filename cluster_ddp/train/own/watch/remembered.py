@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import Kept
-from cluster_ddp.train.own.program import running_frames
 from cluster_ddp.train.own.watch.paths import is_read_first, names_read
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.own.watch.syntax import (
@@ -26,18 +25,20 @@ from cluster_ddp.train.own.watch.syntax import (
     below,
     counted,
     feeding_loss,
+    in_running,
     is_gradient,
     is_of_clock,
     is_of_library,
+    is_restored,
     name_of,
     nodes_around,
-    text_of,
+    statement_of,
+    taken_from,
     tree_of_object,
     value_of,
     with_parents,
 )
 
-_RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
 _WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
 _OURS = __name__.partition(".")[0]
@@ -47,13 +48,13 @@ _SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _Uses = dict[ast.AST, set[str]]
 
 
-class Remembered:
-    """Warns, after the second step, about variables that a pass through a loop sets and a later one depends on.
+def watch_remembered(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about variables that a pass through a loop sets and a later one depends on.
 
     Such as ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"`` once the
-    loss is small, a list of losses that ends the training, or ``next(tasks)``. Unlike `Counts`, which looks at numbers,
-    and `Carried`, which looks at tensors that have changed, this only looks at the source, so that it reports them long
-    before they change.
+    loss is small, a list of losses that ends the training, or ``next(tasks)``. Unlike `watch_counts`, which looks at
+    numbers, and `watch_carried`, which looks at tensors that have changed, this only looks at the source, so that it
+    reports them long before they change.
 
     What is set again whenever the loop gets there is not reported: before it is used, once only if it is None, or in
     ``if epoch >= 10:``. Nor is what is only printed, or what the loop deletes when it has used it.
@@ -67,61 +68,56 @@ class Remembered:
     warn
         Called with the message.
     """
+    yield
+    told = " ".join(said)
+    found = {name: value for name, value in _unsaved(saved) if not re.search(rf"\b{re.escape(name)}\b", told)}
+    if names := sorted(name for name, value in found.items() if isinstance(value, Iterator)):
+        warn(
+            f"the loss depends on what the loop takes from {', '.join(names)} one after another, which starts over "
+            "after a resume, because no checkpoint contains its position: a resume is not exact. Compute it from "
+            "the number of the step (run.step), as in tasks[run.step % len(tasks)]"
+        )
+    if names := sorted(found.keys() - names):
+        first = names[0].rpartition(".")[2]
+        warn(
+            f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss from it, "
+            "or end because of it, but no checkpoint contains it: a resume starts with what it is before the loop, "
+            f"and is not exact. Keep a number, string, list or tensor: {how_to_keep(first)}. Set anything else "
+            "again before each use: from the number of the epoch (`if epoch >= 2:` rather than `==`), from "
+            "run.step, or from what is kept"
+        )
 
-    def __init__(self, saved: Saved, said: Callable[[], str], warn: Callable[[str], None]) -> None:
-        self._saved, self._said, self._warn = saved, said, warn
 
-    def first(self) -> None:
-        """Does nothing: the source is checked after the second step."""
+def _unsaved(saved: Saved) -> Iterator[tuple[str, Any]]:
+    """The variables, with their values."""
+    inside: Callable[[Text, FrameType], _Uses] | None = None
 
-    def second(self) -> None:
-        """Call after the second step."""
-        said = self._said()
-        found = {name: value for name, value in self._found() if not re.search(rf"\b{re.escape(name)}\b", said)}
-        if names := sorted(name for name, value in found.items() if isinstance(value, Iterator)):
-            self._warn(
-                f"the loss depends on what the loop takes from {', '.join(names)} one after another, which starts over "
-                "after a resume, because no checkpoint contains its position: a resume is not exact. Compute it from "
-                "the number of the step (run.step), as in tasks[run.step % len(tasks)]"
-            )
-        if names := sorted(found.keys() - names):
-            first = names[0].rpartition(".")[2]
-            self._warn(
-                f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss from it, "
-                "or end because of it, but no checkpoint contains it: a resume starts with what it is before the loop, "
-                f"and is not exact. Keep a number, string, list or tensor: {how_to_keep(first)}. Set anything else "
-                "again before each use: from the number of the epoch (`if epoch >= 2:` rather than `==`), from "
-                "run.step, or from what is kept"
-            )
+    def found(text: Text, frame: FrameType) -> Iterator[tuple[str, Any]]:
+        nonlocal inside
+        uses = {**_uses_in(text), **_uses_of_calls(text, frame), **(inside(text, frame) if inside else {})}
+        names = (name for name in _remembered(text, uses, frame) if _is_unsaved(name, frame, saved))
+        yield from ((name, _now(name, frame)) for name in names)
+        inside = functools.partial(_uses_by_call, called=frame.f_code, names=_all_names(uses))
 
-    def _found(self) -> Iterator[tuple[str, Any]]:
-        inside: Callable[[Text, FrameType], _Uses] | None = None
-        for frame in running_frames():
-            if not is_of_library(frame.f_code.co_filename):
-                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    text = text_of(frame)
-                    uses = {**_uses_in(text), **_uses_of_calls(text, frame), **(inside(text, frame) if inside else {})}
-                    for name in _remembered(text, uses, frame):
-                        if self._is_unsaved(name, frame):
-                            yield name, _now(name, frame)
-                    inside = functools.partial(_uses_by_call, called=frame.f_code, names=_all_names(uses))
+    return in_running(found)
 
-    def _is_unsaved(self, name: str, frame: FrameType) -> bool:
-        found, owner = _now(name, frame), name.rpartition(".")[0]
-        holders = [found, value_of(owner, frame)] if owner else [found]
-        modules = [thing for thing in self._saved.things if isinstance(thing, nn.Module)]
-        saved = {id(thing) for thing in (*self._saved.things, *self._saved.kept.values.values())}
-        saved |= {id(part) for module in modules for part in module.modules()}
-        if any(isinstance(holder, Kept) or id(holder) in saved for holder in holders):
-            return False
-        if isinstance(holders[-1], Dataset):  # compared at a resume, by `ChangedData`
-            return False
-        if isinstance(found, nn.Module):  # perhaps DDP around one that was passed in, or a part of both
-            return not any(id(part) in saved for part in found.modules())
-        if isinstance(found, GeneratorType):  # one that runs passes on the batches of the loader
-            return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
-        is_ours = type(found).__module__.partition(".")[0] == _OURS
-        return not (is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
+
+def _is_unsaved(name: str, frame: FrameType, saved: Saved) -> bool:
+    found, owner = _now(name, frame), name.rpartition(".")[0]
+    holders = [found, value_of(owner, frame)] if owner else [found]
+    modules = [thing for thing in saved.things if isinstance(thing, nn.Module)]
+    known = {id(thing) for thing in (*saved.things, *saved.kept.values.values())}
+    known |= {id(part) for module in modules for part in module.modules()}
+    if any(isinstance(holder, Kept) or id(holder) in known for holder in holders):
+        return False
+    if isinstance(holders[-1], Dataset):  # compared at a resume, by `ChangedData`
+        return False
+    if isinstance(found, nn.Module):  # perhaps DDP around one that was passed in, or a part of both
+        return not any(id(part) in known for part in found.modules())
+    if isinstance(found, GeneratorType):  # one that runs passes on the batches of the loader
+        return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
+    is_ours = type(found).__module__.partition(".")[0] == _OURS
+    return not (is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
 
 
 def _uses_in(text: Text) -> _Uses:
@@ -155,7 +151,7 @@ def _uses_of_calls(text: Text, frame: FrameType) -> _Uses:
         if inspect.isfunction(function) and not is_of_library(function.__code__.co_filename):
             for scope in tree_of_object(function).body:
                 inner = _all_names(_uses_in(Text(with_parents(scope), [scope])))  # type: ignore[list-item]
-                statement = _statement_of(call, text)
+                statement = statement_of(call, text.parents)
                 uses[statement] = uses.get(statement, set()) | _passed_on(call, function.__code__, inner)
     return uses
 
@@ -163,7 +159,7 @@ def _uses_of_calls(text: Text, frame: FrameType) -> _Uses:
 def _uses_by_call(text: Text, frame: FrameType, called: CodeType, names: set[str]) -> _Uses:
     """What the statement that is running passes on to a function for one of these names there."""
     return {
-        _statement_of(call, text): _passed_on(call, called, names)
+        statement_of(call, text.parents): _passed_on(call, called, names)
         for call in (node for node in text.parents if isinstance(node, ast.Call))
         if call.lineno <= frame.f_lineno <= (call.end_lineno or 0)
         and (name_of(call.func) or "").rpartition(".")[2] == called.co_name
@@ -187,10 +183,6 @@ def _passed_on(call: ast.Call, code: CodeType, names: set[str]) -> set[str]:
     return found
 
 
-def _statement_of(node: ast.AST, text: Text) -> ast.AST:
-    return next(around for around in nodes_around(node, text.parents) if isinstance(around, ast.stmt))
-
-
 def _all_names(uses: _Uses) -> set[str]:
     return {name for names in uses.values() for name in names}
 
@@ -198,7 +190,7 @@ def _all_names(uses: _Uses) -> set[str]:
 def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
     names, growing = _all_names(uses), set[str]()
     setting = {node: names_set for node in text.parents if (names_set := _set_by(node))}
-    restored = {node for node in setting if _RESTORED.search(ast.unparse(node))}
+    restored = {node for node in setting if is_restored(node)}
     places = {name for node in restored for name in setting[node]}  # such as step = run.step
     for loop in text.loops:
         inside = list(below(loop, text.parents))
@@ -224,10 +216,8 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
 
 def _set_by(node: ast.AST) -> set[str]:
     """What a statement sets, adds an item to, or takes the next item of."""
-    if isinstance(node, ast.Call) and name_of(node.func) == "next" and node.args:
-        return {name for part in node.args[:1] if (name := name_of(part)) is not None}
     if not isinstance(node, (*_SETTING, ast.Expr)):
-        return set()
+        return taken_from(node)
     call = getattr(node, "value", None)
     owner, _, method = (name_of(call.func) or "").rpartition(".") if isinstance(call, ast.Call) else ("", "", "")
     return (assigned(node) | added_to(node)) - ({owner} if method in _MOVES else set())

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from cluster_ddp.train.own.program import running_frames
 from cluster_ddp.train.own.watch.syntax import (
     Text,
     assigned,
     begins_with_number,
     below,
     counted,
-    is_of_library,
+    in_running,
     is_saved,
     name_of,
-    text_of,
     value_of,
 )
 
@@ -30,13 +27,14 @@ _LOOKS = 2  # steps after which an attempt that began with none has been looked 
 class _Round(NamedTuple):
     """The number of a round of a running loop."""
 
+    code: CodeType  # of the function that runs it
     name: str
     value: int
     starts_over: bool  # as its source shows; else its start is computed
 
 
-class Rounds:
-    """Warns, after the second step, about a loop whose own rounds take the batches, as they start over after a resume.
+def watch_rounds(step: Callable[[], int], warn: Callable[[str], None], passed_in: Iterable[Any] = ()) -> Iterator[None]:
+    """Warn, after the second step, about a loop whose own rounds take the batches, as they start over after a resume.
 
     As in ``for step in range(steps): batch = next(batches)``, or in ``while step < steps:`` with ``step += 1``, where a
     generator gives the batches of all epochs. A loop that begins at `ScriptRun.step`, or at a number computed from it,
@@ -51,48 +49,38 @@ class Rounds:
     passed_in
         The objects passed in; a number in an attribute of one does not start over.
     """
-
-    def __init__(self, step: Callable[[], int], warn: Callable[[str], None], passed_in: Iterable[Any] = ()) -> None:
-        self._step, self._warn, self._passed_in = step, warn, list(passed_in)
-        self._before: dict[tuple[Any, str], int] = {}
-
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = {key: found.value for key, found in self._running()}
-
-    def second(self) -> None:
-        """Call after the second step."""
-        before, self._before = self._before, {}
-        is_resumed = self._step() > _LOOKS  # so that the number itself shows whether it has started over
-        for (code, name), found in self._running():
-            has_moved = before.get((code, name), found.value) != found.value
-            if has_moved and (found.value + 1 < self._step() or (found.starts_over and not is_resumed)):
-                self._warn(
-                    f"the loop counts its batches in {name}, which starts over after a resume: it would then train on "
-                    "more batches than without it. Begin with the finished steps, which run.step gives once "
-                    f"resumable() or steps() has been called: `for {name.rpartition('.')[2]} in range(run.step, ...)`, "
-                    "or while run.step < ..."
-                )
-                return
-
-    def _running(self) -> Iterator[tuple[tuple[Any, str], _Round]]:
-        for frame in running_frames():
-            if not is_of_library(frame.f_code.co_filename):
-                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    for found in _rounds_of(text_of(frame), frame, self._step()):
-                        if not is_saved(found.name, frame, self._passed_in):
-                            yield (frame.f_code, found.name), found
+    passed_in = list(passed_in)
+    before = {(found.code, found.name): found.value for found in _running(step(), passed_in)}
+    yield
+    is_resumed = step() > _LOOKS  # so that the number itself shows whether it has started over
+    for found in _running(step(), passed_in):
+        has_moved = before.get((found.code, found.name), found.value) != found.value
+        if has_moved and (found.value + 1 < step() or (found.starts_over and not is_resumed)):
+            warn(
+                f"the loop counts its batches in {found.name}, which starts over after a resume: it would then train "
+                "on more batches than without it. Begin with the finished steps, which run.step gives once resumable() "
+                f"or steps() has been called: `for {found.name.rpartition('.')[2]} in range(run.step, ...)`, or while "
+                "run.step < ..."
+            )
+            return
 
 
 def begins_at_place(step: int) -> bool:
     """Whether a running loop goes over numbers from `ScriptRun.step` on, as ``range(run.step % n, n)``."""
-    for frame in running_frames():
-        if not is_of_library(frame.f_code.co_filename):
-            with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                found = (_numbers_of(loop.iter) for loop in text_of(frame).loops if isinstance(loop, ast.For))
-                if any(numbers is not None and _is_from(step, numbers, frame) for numbers in found):
-                    return True
-    return False
+
+    def found(text: Text, frame: FrameType) -> Iterator[bool]:
+        iterables = (_numbers_of(loop.iter) for loop in text.loops if isinstance(loop, ast.For))
+        yield from (_is_from(step, numbers, frame) for numbers in iterables if numbers is not None)
+
+    return any(in_running(found))
+
+
+def _running(step: int, passed_in: Sequence[Any]) -> Iterator[_Round]:
+    def found(text: Text, frame: FrameType) -> Iterator[_Round]:
+        rounds = _rounds_of(text, frame, step)
+        yield from (each for each in rounds if not is_saved(each.name, frame, passed_in))
+
+    return in_running(found)
 
 
 def _rounds_of(text: Text, frame: FrameType, step: int) -> Iterator[_Round]:
@@ -109,7 +97,7 @@ def _rounds_of(text: Text, frame: FrameType, step: int) -> Iterator[_Round]:
         for name, starts_over in found:
             value = None if name is None else value_of(name, frame)
             if name is not None and type(value) is int:
-                yield _Round(name, value, starts_over)
+                yield _Round(frame.f_code, name, value, starts_over)
 
 
 def _begins_with_number(name: str | None, text: Text) -> bool:

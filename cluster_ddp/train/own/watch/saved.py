@@ -26,7 +26,7 @@ class Saved:
 
     def keeps(self, value: Any) -> bool:
         """Whether the loop keeps this very object."""
-        return any(value is kept for kept in self.kept.values.values())
+        return self.kept.keeps(value)
 
 
 def how_to_keep(*names: str, initial: str = "...") -> str:

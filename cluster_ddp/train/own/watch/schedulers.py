@@ -16,13 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import living, reachable
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.own.watch.syntax import added_to, assigned, is_of_library, is_read, name_of, tree_of_object
+from cluster_ddp.train.own.watch.syntax import added_to, assigned, is_of_library, is_read, taken_from, tree_of_object
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 
 
-class OtherSchedulers:
-    """Warns, after the second step, about schedulers not passed in, such as one for the warm-up made in the epoch.
+def watch_other_schedulers(
+    optimizers: Iterable[Optimizer], others: Iterable[Any], warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Warn, after the second step, about schedulers not passed in, such as one for the warm-up made in the epoch.
 
     Parameters
     ----------
@@ -33,39 +35,21 @@ class OtherSchedulers:
     warn
         Called with the message.
     """
-
-    def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any], warn: Callable[[str], None]) -> None:
-        self._optimizers, self._others, self._warn = list(optimizers), list(others), warn
-        self._before: list[tuple[LRScheduler, int]] = []
-
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = [(found, found.last_epoch) for found in self._strangers()]
-
-    def second(self) -> None:
-        """Call after the second step."""
-        before, self._before = self._before, []
-        moved = [found for found, was in before if found.last_epoch != was]
-        if moved:
-            names = ", ".join(sorted({type(found).__name__ for found in moved}))
-            self._warn(
-                f"the loop steps a learning rate scheduler that was not passed in ({names}), which starts over after a "
-                "resume, so the resume is not exact: create it before resumable() and pass it in under its own name "
-                "(warmup=warmup)"
-            )
-
-    def _strangers(self) -> list[LRScheduler]:
-        known = {id(part) for _, part in reachable((("", other) for other in self._others), _DEPTH)}
-        return [
-            held
-            for held in living(LRScheduler)
-            if id(held) not in known
-            and any(getattr(held, "optimizer", None) is optimizer for optimizer in self._optimizers)
-        ]
+    known = {id(part) for _, part in reachable((("", other) for other in others), _DEPTH)}
+    strange = (held for held in living(LRScheduler) if id(held) not in known)
+    ours = set(map(id, optimizers))
+    before = [(held, held.last_epoch) for held in strange if id(getattr(held, "optimizer", None)) in ours]
+    yield
+    if names := {type(held).__name__ for held, was in before if held.last_epoch != was}:
+        warn(
+            f"the loop steps a learning rate scheduler that was not passed in ({', '.join(sorted(names))}), which "
+            "starts over after a resume, so the resume is not exact: create it before resumable() and pass it in under "
+            "its own name (warmup=warmup)"
+        )
 
 
-class CountingSchedules:
-    """Warns, after the second step, about functions from which schedulers get a rate and that count their own calls.
+def watch_schedules(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about functions from which schedulers get a rate and that count their own calls.
 
     As in ``LambdaLR(optimizer, rate)``, where ``rate`` does ``calls[0] += 1``: a scheduler saves how often it was
     stepped, but not the variables of such a function. Only the source is looked at, because most schedulers are stepped
@@ -78,31 +62,23 @@ class CountingSchedules:
     warn
         Called with the message.
     """
+    yield
+    inside = reachable((("", thing) for thing in saved.things), _DEPTH)
+    schedulers = [part for _, part in inside if isinstance(part, LRScheduler)]
+    for function in dict.fromkeys(part for scheduler in schedulers for part in _functions_of(scheduler)):
+        with contextlib.suppress(Exception):  # it has no source, or a variable without a value
+            if found := {name for name, owner in _changed_by(function) if not _is_saved(owner, saved)}:
+                warn(
+                    f"a scheduler takes the learning rate from {function.__name__}(), each call of which changes "
+                    f"{', '.join(sorted(found))} from its previous value. No checkpoint contains that: it starts "
+                    "over after a resume, and the rates differ. Compute the rate from the number that the function "
+                    "is given, or count in an object of run.keep()"
+                )
 
-    def __init__(self, saved: Saved, warn: Callable[[str], None]) -> None:
-        self._saved, self._warn = saved, warn
 
-    def first(self) -> None:
-        """Does nothing: the source is looked at after the second step."""
-
-    def second(self) -> None:
-        """Call after the second step."""
-        inside = reachable((("", thing) for thing in self._saved.things), _DEPTH)
-        schedulers = [part for _, part in inside if isinstance(part, LRScheduler)]
-        for function in dict.fromkeys(part for scheduler in schedulers for part in _functions_of(scheduler)):
-            with contextlib.suppress(Exception):  # it has no source, or a variable without a value
-                found = {name for name, owner in _changed_by(function) if not self._is_saved(owner)}
-                if found:
-                    self._warn(
-                        f"a scheduler takes the learning rate from {function.__name__}(), each call of which changes "
-                        f"{', '.join(sorted(found))} from its previous value. No checkpoint contains that: it starts "
-                        "over after a resume, and the rates differ. Compute the rate from the number that the function "
-                        "is given, or count in an object of run.keep()"
-                    )
-
-    def _is_saved(self, owner: Any) -> bool:
-        is_passed_in = any(owner is thing for thing in self._saved.things)
-        return isinstance(owner, (Kept, nn.Module)) or is_passed_in or self._saved.keeps(owner)
+def _is_saved(owner: Any, saved: Saved) -> bool:
+    is_passed_in = any(owner is thing for thing in saved.things)
+    return isinstance(owner, (Kept, nn.Module)) or is_passed_in or saved.keeps(owner)
 
 
 def _functions_of(scheduler: LRScheduler) -> Iterator[Any]:
@@ -130,8 +106,8 @@ def _changed_by(function: Any) -> Iterator[tuple[str, Any]]:
 
 def _built_on_itself(node: ast.AST) -> set[str]:
     """What this sets to a value computed from the previous one, or takes the next item of."""
-    if isinstance(node, ast.Call) and name_of(node.func) == "next":
-        return {name for part in node.args[:1] if (name := name_of(part)) is not None}
+    if taken := taken_from(node):
+        return taken
     names = set() if isinstance(node, ast.Expr) else assigned(node) | added_to(node)
     if isinstance(node, ast.AugAssign):
         return names

@@ -17,11 +17,11 @@ from cluster_ddp.train.own.program import found_or_nothing, reachable, running_v
 _TORCH = str(Path(torch_data.__file__).parents[2])
 _DEPTH = 2  # a variable's value, and its attributes
 _GIVES = ("__next__", "next_batch")
-_TOLD_ELSEWHERE = (nn.Module, torch_data.DataLoader, _BaseDataLoaderIter)  # see OtherLoaders
+_TOLD_ELSEWHERE = (nn.Module, torch_data.DataLoader, _BaseDataLoaderIter)  # see watch_other_loaders
 
 
-class Sources:
-    """Warns, after the second step, about generators and readers from which a `run.steps` loop takes its batches.
+def watch_sources(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step, about generators and readers from which a `run.steps` loop takes its batches.
 
     Examples are ``train_loader.next_batch()``, which tracks its position, and ``next(batches)``: they start over after
     a resume. A reader whose changing numbers are all kept is not reported.
@@ -33,47 +33,36 @@ class Sources:
     warn
         Called with the message.
     """
+    # The sources are kept alive, so that their ids are not reused.
+    before = {id(source): (source, _place(source)) for _, source in found_or_nothing(_sources())}
+    yield
+    numbers = {value for value in kept.values.values() if type(value) is int}
+    moved: list[str] = []
+    for name, source in found_or_nothing(_sources()):
+        _, was = before.get(id(source), (None, {}))
+        changed = [value for key, value in _place(source).items() if was.get(key, value) != value]
+        if not numbers.issuperset(changed):
+            moved.append(name)
+    if moved:
+        warn(
+            f"steps take batches from {', '.join(sorted(moved))}, whose position in the data no checkpoint "
+            "contains: it starts over after a resume, which is exact only if the program moves it to the position "
+            "of run.step. Keep the position: kept = run.keep(position=0), set kept.position after each batch, and "
+            "start from it; or derive the batch from the number of the step or from random numbers, which are "
+            "seeded for each step"
+        )
 
-    def __init__(self, kept: KeptValues, warn: Callable[[str], None]) -> None:
-        self._kept, self._warn = kept, warn
-        self._before: list[tuple[Any, dict[str, Any]]] = []
 
-    def first(self) -> None:
-        """Call after the first step."""
-        self._before = [(source, _place(source)) for _, source in self._found()]
-
-    def second(self) -> None:
-        """Call after the second step."""
-        before, self._before = {id(source): place for source, place in self._before}, []
-        kept = {value for value in self._kept.values.values() if type(value) is int}
-        moved: list[str] = []
-        for name, source in self._found():
-            place, was = _place(source), before.get(id(source), {})
-            changed = [value for key, value in place.items() if was.get(key, value) != value]
-            if not kept.issuperset(changed):
-                moved.append(name)
-        if moved:
-            self._warn(
-                f"steps take batches from {', '.join(sorted(moved))}, whose position in the data no checkpoint "
-                "contains: it starts over after a resume, which is exact only if the program moves it to the position "
-                "of run.step. Keep the position: kept = run.keep(position=0), set kept.position after each batch, and "
-                "start from it; or derive the batch from the number of the step or from random numbers, which are "
-                "seeded for each step"
-            )
-
-    def _found(self) -> list[tuple[str, Any]]:
-        return found_or_nothing(self._of_the_loop())
-
-    def _of_the_loop(self) -> Iterator[tuple[str, Any]]:
-        for name, found in reachable(running_variables(), _DEPTH):
-            if isinstance(found, GeneratorType):
-                is_torch_s = found.gi_code.co_filename.startswith(_TORCH)  # as in the iterator of a DataLoader
-                if not (found.gi_running or is_torch_s) and not any(
-                    isinstance(part, _TOLD_ELSEWHERE) for part in _held(found)
-                ):
-                    yield name, found
-            elif any(hasattr(type(found), method) for method in _GIVES) and not isinstance(found, _TOLD_ELSEWHERE):
+def _sources() -> Iterator[tuple[str, Any]]:
+    for name, found in reachable(running_variables(), _DEPTH):
+        if isinstance(found, GeneratorType):
+            is_torch_s = found.gi_code.co_filename.startswith(_TORCH)  # as in the iterator of a DataLoader
+            if not (found.gi_running or is_torch_s) and not any(
+                isinstance(part, _TOLD_ELSEWHERE) for part in _held(found)
+            ):
                 yield name, found
+        elif any(hasattr(type(found), method) for method in _GIVES) and not isinstance(found, _TOLD_ELSEWHERE):
+            yield name, found
 
 
 def _held(generator: GeneratorType[Any, Any, Any]) -> list[Any]:

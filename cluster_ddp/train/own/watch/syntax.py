@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import linecache
@@ -27,6 +28,7 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 _OURS = __name__.partition(".")[0]
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))|(torch\.)?tensor\(-?[\d.e+-]+.*\)")
 _UPDATING = re.compile(r"clip_grad_(norm|value)_$|\.data\.\w+_$|(sch|plateau|lr)\w*\.step$", re.IGNORECASE)
+_RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _TIMES = re.compile(r"(\b|_)(time|now|utcnow|perf_counter|monotonic)(_ns)?\b")
 
 
@@ -53,6 +55,14 @@ def text_of(frame: FrameType) -> Text:
         Its source cannot be read, or its lines have moved.
     """
     return once((frame.f_code.co_filename, frame.f_code, frame.f_lineno), lambda: _text_of(frame))
+
+
+def in_running(find: Callable[[Text, FrameType], Iterable[_Found]]) -> Iterator[_Found]:
+    """What is found in the source of the running functions of the program; nothing in one where that fails."""
+    for frame in running_frames():
+        if not is_of_library(frame.f_code.co_filename):
+            with contextlib.suppress(Exception):  # there is no source, or its lines have moved
+                yield from find(text_of(frame), frame)
 
 
 def _text_of(frame: FrameType) -> Text:
@@ -116,6 +126,11 @@ def is_own_class(kind: type) -> bool:
     return _is_own_module(kind.__module__)
 
 
+def is_early_stopper(value: Any) -> bool:
+    """Whether this is an object of the program's own class for early stopping, as most programs have one."""
+    return "earlystop" in type(value).__name__.lower().replace("_", "") and is_own_class(type(value))
+
+
 @functools.cache  # programs hold many objects of few classes
 def _is_own_module(name: str) -> bool:
     return name.partition(".")[0] != _OURS and is_of_user(name)
@@ -138,6 +153,11 @@ def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
             yield child, parent
             if not isinstance(child, SCOPES):
                 todo.append(child)
+
+
+def statement_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.stmt:
+    """The innermost statement around an expression."""
+    return next(around for around in nodes_around(node, parents) if isinstance(around, ast.stmt))
 
 
 def nodes_around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
@@ -179,7 +199,7 @@ def changed_in_place_after_use(name: str, text: Text, using: Container[ast.AST])
             (node for node in below(loop, text.parents) if name_of(node) == name),
             key=lambda node: (node.lineno, node.col_offset),  # type: ignore[attr-defined]
         )
-        statements = [next(at for at in nodes_around(use, text.parents) if isinstance(at, ast.stmt)) for use in uses]
+        statements = [statement_of(use, text.parents) for use in uses]
         changing = [_changes_in_place(statement, name) for statement in statements]
         if any(changing) and (isinstance(statements[0], ast.AugAssign) or (statements[0] in using and not changing[0])):
             return True
@@ -317,6 +337,19 @@ def begins_with_number(node: ast.AST, name: str | None = None) -> bool:
     if name is not None and len(named) == len(parts):
         parts = [part for to, part in zip(named, parts, strict=True) if name_of(to) == name]
     return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
+
+
+def taken_from(node: ast.AST) -> set[str]:
+    """The iterator of which this takes the next item, as ``next(tasks)``."""
+    if not (isinstance(node, ast.Call) and name_of(node.func) == "next" and node.args):
+        return set()
+    name = name_of(node.args[0])
+    return set() if name is None else {name}
+
+
+def is_restored(node: ast.AST) -> bool:
+    """Whether a statement sets something from run.step, run.keep or the optimizer's rate."""
+    return _RESTORED.search(ast.unparse(node)) is not None
 
 
 def sets_rate(statement: ast.AST) -> bool:
