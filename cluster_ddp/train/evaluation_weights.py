@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cluster_ddp.train.optimizer import HasGroups, parameters_of
 from cluster_ddp.train.task import Task, expect_type
 from cluster_ddp.train.unsuited_optimizers import refuse_unfinished, refuse_without_group
 
 
-class Switching(Protocol):
+class Switching(HasGroups, Protocol):
     """An optimizer that evaluates with other weights than it trains with, such as those of the package schedulefree."""
-
-    param_groups: list[dict[str, Any]]
 
     def train(self) -> Any:
         """Put the training weights into the parameters."""
@@ -54,7 +53,7 @@ def weights_to_evaluate(optimizer: Optimizer | Switching) -> Iterator[None]:
     if not switches(optimizer):
         yield
         return
-    weights = [weight.detach() for weight in _held_in(optimizer.param_groups)]
+    weights = [weight.detach() for weight in parameters_of(optimizer)]
     kept = [weight.clone() for weight in weights]
     optimizer.eval()
     try:
@@ -71,7 +70,7 @@ class EvaluationWeights:
     """
 
     def __init__(self, model: nn.Module, optimizer: Switching) -> None:
-        held = _held_in(optimizer.param_groups)
+        held = parameters_of(optimizer)
         self._optimizer = optimizer
         self._weights = [weight.detach() for weight in held]
         self._evaluated = [weight.clone() for weight in self._weights]
@@ -102,7 +101,3 @@ class EvaluationWeights:
 def evaluation_weights_of(model: nn.Module, optimizer: Optimizer) -> EvaluationWeights | None:
     """The optimizer's evaluation weights; None for most optimizers, which evaluate with the training weights."""
     return EvaluationWeights(model, optimizer) if switches(optimizer) else None
-
-
-def _held_in(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
-    return [weight for group in groups for weight in group["params"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,12 @@ _NORMS = (
 )
 # Devices for which torch has fused optimizers: one kernel for all parameters.
 _FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+class HasGroups(Protocol):
+    """An optimizer, as far as its groups go."""
+
+    param_groups: list[dict[str, Any]]
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float) -> AdamW:
@@ -50,7 +56,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+def parameters_of(*optimizers: HasGroups) -> list[nn.Parameter]:
     """The parameters that optimizers hold, in the order of their groups."""
     return [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
 

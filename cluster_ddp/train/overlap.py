@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.replicas import tensor_digests
+from cluster_ddp.train.optimizer import parameters_of
 
 _STEPS = 2  # of an attempt in which it looks
 
@@ -44,4 +45,4 @@ class Overlap:
             self.is_allowed = not (self._left or self._changes)
 
     def _digests(self) -> Tensor:
-        return tensor_digests([weight.detach() for group in self._optimizer.param_groups for weight in group["params"]])
+        return tensor_digests([weight.detach() for weight in parameters_of(self._optimizer)])

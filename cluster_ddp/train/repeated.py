@@ -12,7 +12,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cluster_ddp.run.reading import MAX_LINES, as_whole, parse_lines, read_tail
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.metrics.file import LineFile
 from cluster_ddp.train.metrics.losses import HostCopy
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.step import gradients_of
 
 _GRADIENTS = "the norm of the gradients at"
@@ -117,8 +118,7 @@ class RepeatedSteps:
     def note_weights(self, step: int, optimizers: Iterable[Optimizer]) -> None:
         """Note the norm of what optimizers have updated in a step."""
         if self.is_due(step, _RECORDED_WEIGHTS):
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            self._note_norm((self.number, step), [weight for group in groups for weight in group["params"]])
+            self._note_norm((self.number, step), parameters_of(*optimizers))
 
     def note_gradients(self, step: int, parameters: Iterable[nn.Parameter]) -> None:
         """Note the norm of the gradients of a step, if it is the first after a checkpoint."""
@@ -126,7 +126,7 @@ class RepeatedSteps:
         if key in self._before or (self._saved is not None and step == self._saved + 1):
             self._note_norm(key, gradients_of(parameters))
 
-    def _note_norm(self, key: _Key, tensors: list[Tensor]) -> None:
+    def _note_norm(self, key: _Key, tensors: Sequence[Tensor]) -> None:
         with contextlib.suppress(RuntimeError):  # of a dtype or layout that has no norm
             norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
             self._note(key, torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum())

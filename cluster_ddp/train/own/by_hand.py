@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.values import has_values, sampled
 
 
@@ -21,7 +22,7 @@ class UpdatesByHand:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._weights = [weight for opt in optimizers for group in opt.param_groups for weight in group["params"]]
+        self._weights = parameters_of(*optimizers)
         self._before: int | None = None
 
     def begin(self) -> None:

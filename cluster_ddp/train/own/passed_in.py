@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrappers import bare_of, ddp_of
@@ -69,7 +70,7 @@ class PassedIn:
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
         if not optimizers:
             raise TrainError(_without_optimizer(bare))
-        held = {id(weight) for opt in optimizers.values() for group in opt.param_groups for weight in group["params"]}
+        held = set(map(id, parameters_of(*optimizers.values())))
         trained = {
             name: thing
             for name, thing in bare.items()
@@ -204,7 +205,7 @@ class PassedIn:
     def _refuse_strangers(optimizers: Mapping[str, Optimizer], trained: Mapping[str, nn.Module]) -> None:
         known = {id(weight) for module in trained.values() for weight in module.parameters()}
         for name, optimizer in optimizers.items():
-            if any(id(weight) not in known for group in optimizer.param_groups for weight in group["params"]):
+            if any(id(weight) not in known for weight in parameters_of(optimizer)):
                 raise TrainError(
                     f"{name} trains parameters that belong to none of the modules passed in: pass in that module too, "
                     "under its own name (head=head), or, for bare parameters such as an image, a "

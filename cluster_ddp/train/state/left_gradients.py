@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.state.comparing import is_nonzero
 
 Gradients = Mapping[str, tuple[Tensor, str]]
@@ -41,7 +42,7 @@ class LeftGradients:
         by_id = {id(weight.grad): (weight.grad, name, holder) for name, (weight, holder) in left.items()}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
-            held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+            held = [parameter.grad for parameter in parameters_of(optimizer)]
             found = [by_id[id(gradient)] for gradient in held if id(gradient) in by_id]
             self._used |= {gradients_in(holder) for _, name, holder in found if name not in self.cleared}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.refusals import refuse_expanded
 from cluster_ddp.train.state.packing import Unpacker
 
@@ -28,9 +30,9 @@ class ModelState:
         The parameters by name, as they were when this was made.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.parameters = dict(model.named_parameters())
-        self._model, self._groups = model, groups
+        self._model, self._optimizer = model, optimizer
         # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
         self._first_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
@@ -81,4 +83,4 @@ class ModelState:
         return own + [name for name, weight in self.parameters.items() if id(weight) not in held]
 
     def _held(self) -> set[int]:
-        return {id(weight) for group in self._groups for weight in group["params"]}
+        return set(map(id, parameters_of(self._optimizer)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
@@ -151,7 +152,7 @@ def _numbered(optimizer: Optimizer, value: Any) -> Any:
     """For a dict whose keys are parameters, the same by their numbers; anything else as it is."""
     if type(value) is not dict or not all(isinstance(key, Tensor) for key in value) or not value:
         return value
-    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
     if not numbers.keys() >= set(map(id, value)):
         return value
     return _BY_PARAMETER, {numbers[id(key)]: part for key, part in value.items()}
@@ -161,12 +162,8 @@ def _by_parameter(optimizer: Optimizer, value: Any) -> Any:
     """The dict that `_numbered` has returned something for."""
     if type(value) is not tuple or value[:1] != (_BY_PARAMETER,):
         return value
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     return {parameters[number]: part for number, part in value[1].items()}
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Any]:

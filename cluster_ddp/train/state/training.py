@@ -79,7 +79,7 @@ class State:
         self._wrapped = None if wrapped is model else wrapped
         self._of_wrapped = {} if wrapped is None else dict(vars(wrapped))  # what DDP keeps there for itself
         self._communicating = communicating or Communicating()
-        self._model_state = ModelState(model, optimizer.param_groups)
+        self._model_state = ModelState(model, optimizer)
         self._modules = list(model.named_modules())
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._besides = {

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from cluster_ddp.train.optimizer import parameters_of
+
 
 class CarriedGradients:
     """Warns, once, about an optimizer whose update contains gradients from before the previous update.
@@ -37,7 +39,7 @@ class CarriedGradients:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         carried: dict[int, bool] = {}
-        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+        weights: list[Any] = [weight for weight in parameters_of(optimizer) if weight.requires_grad]
         # These hooks run before a gradient is accumulated.
         handles = [weight.register_hook(_noting(weight, carried)) for weight in weights]
 

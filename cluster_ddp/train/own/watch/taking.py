@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.watch.rounds import begins_at_place
 
 _COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
@@ -119,12 +120,7 @@ class Taking:
             self._is_updated
             # scale() has been called; one that is not enabled has no scale
             or any(getattr(scaler, "_scale", None) is not None for scaler in self._scalers)
-            or any(
-                weight.grad is not None
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
-                for weight in group["params"]
-            )
+            or any(weight.grad is not None for weight in parameters_of(*self._optimizers))
         )
 
 
