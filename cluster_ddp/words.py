@@ -1,8 +1,9 @@
-"""Times and sizes in words, for people."""
+"""Times, sizes and lists in words, for people."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 
 def moment(seconds: float) -> str:
@@ -26,3 +27,10 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def listed(things: Iterable[object], shown: int = 5, between: str = ", ") -> str:
+    """The first few of some things, and how many more there are."""
+    names = [str(thing) for thing in things]
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return between.join(names[:shown]) + more

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.words import listed
 
 _SHOWN = 12  # names of each kind of difference
 
@@ -90,7 +91,7 @@ class Differences:
             "other dtype": self.dtype,
             "share memory now, but were stored separately": self.tied,
         }
-        return "\n".join(f"  {kind} ({len(names)}): {_shortened(names)}" for kind, names in kinds.items() if names)
+        return "\n".join(f"  {kind} ({len(names)}): {listed(names, _SHOWN)}" for kind, names in kinds.items() if names)
 
 
 class CheckpointMismatch(CheckpointError):
@@ -104,8 +105,3 @@ class CheckpointMismatch(CheckpointError):
             f"checkpoint {folder} does not fit the model of this job. What differs:\n{differences}\n"
             "Change the model or the job back to what it was, or start a new run."
         )
-
-
-def _shortened(names: tuple[str, ...]) -> str:
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

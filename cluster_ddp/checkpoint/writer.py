@@ -28,6 +28,7 @@ from cluster_ddp.process import host_name
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import MANIFEST, AttemptDirectory, step_name
 from cluster_ddp.run.storage import Storage, created
+from cluster_ddp.words import listed
 
 if TYPE_CHECKING:
     from cluster_ddp.job import CheckpointSpec
@@ -186,10 +187,9 @@ class Writer:
         if not different:
             return
         kinds = sorted({kind for rank in different for kind in alike[0] if alike[rank].get(kind) != alike[0][kind]})
-        ranks = ", ".join(map(str, different[:8])) + (f" and {len(different) - 8} more" if len(different) > 8 else "")
         self.diverged = (
-            f"at step {save.step} rank{'s' * (len(different) > 1)} {ranks} of {len(alike)} did not hold what rank 0 "
-            f"held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
+            f"at step {save.step} rank{'s' * (len(different) > 1)} {listed(different, 8)} of {len(alike)} did not hold "
+            f"what rank 0 held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
         )
         raise SaveFailed({"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": host_name()})
 

@@ -9,6 +9,7 @@ import time
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import NODE_STARTED
 from cluster_ddp.run.history import History
+from cluster_ddp.words import listed
 
 _SILENT_SECONDS = 120.0  # nodes touch their file every few seconds; network storage may show it a minute late
 _NAMED = 3
@@ -30,10 +31,9 @@ def silent_nodes(history: History) -> str | None:
         silent = _silent(touched, _storage_time(attempt))
     if not silent:
         return None
-    names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
     return (
-        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: it hangs, or its storage does "
-        "not respond; Slurm may be unable to end such a job until it does"
+        f"no sign of life from {listed(silent, _NAMED)} for {min(silent.values()) / 60:.0f} min: it hangs, or its "
+        "storage does not respond; Slurm may be unable to end such a job until it does"
     )
 
 

@@ -23,8 +23,8 @@ from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import all_gather, all_gather_object
 from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.words import listed
 
-_SHOWN = 5  # names listed in a message
 MODULE_BUFFERS = "buffers of modules"  # key for buffers that may differ between ranks, such as BatchNorm's statistics
 _MAX_TEXT = 60  # characters of a value in a message
 # Dtypes that torch can neither copy nor compute with, or that a checkpoint cannot contain.
@@ -234,7 +234,7 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
         _refuse_divided(what, different)
     if different:
         raise TaskError(
-            f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
+            f"{what} differ between the ranks: {listed(different)}\n"
             "    each rank would train its own model. What has a gradient is to be computed by model(...), the model "
             "that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a method "
             "of it. What changes weights besides the optimizer has to do the same on every rank: draw new values from "
@@ -246,9 +246,10 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _refuse_divided(what: str, different: list[str]) -> NoReturn:
     raise TaskError(
-        f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n    the optimizer keeps "
-        "different state on each rank, like those that divide the work among the ranks, but a checkpoint holds what "
-        "is the same on all of them: use an optimizer that does the same on every rank, as those of torch do"
+        f"{what} differ between the ranks: {listed(different)}\n"
+        "    the optimizer keeps different state on each rank, like those that divide the work among the ranks, but a "
+        "checkpoint holds what is the same on all of them: use an optimizer that does the same on every rank, as those "
+        "of torch do"
     )
 
 
@@ -303,8 +304,7 @@ def refuse_own_state(
         _refuse_divided(f"{when} optimizers", sorted(differing))
     if differing:
         raise TaskError(
-            f"{when} the state differs between the ranks: {'; '.join(sorted(differing.values())[:_SHOWN])}"
-            f"{_more(differing)}\n"
+            f"{when} the state differs between the ranks: {listed(sorted(differing.values()), between='; ')}\n"
             "    a checkpoint holds that of rank 0, and a resume would give it to all ranks: let state_dict() return "
             "what is the same on all of them, such as a sum over them (reduce_tensor), or a list by rank "
             "(all_gather_object); register a buffer in __init__ with its final shape, and change it in place (copy_, "
@@ -320,10 +320,6 @@ def _leaves(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{name}.{key}", part, depth - 1)
     else:
         yield name, value
-
-
-def _more(names: Collection[str]) -> str:
-    return f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
 
 
 def _short(text: str) -> str | int:

@@ -32,6 +32,7 @@ from cluster_ddp.train.refusals import refuse_own_state
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
+from cluster_ddp.words import listed
 
 MAX_NAMES = 5  # names listed in a warning
 _CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
@@ -275,11 +276,10 @@ class Saving:
         names = [name for name, more in others.items() if not self.made_from.has_told(name, more)]
         if names := [name for name in names if not self.made_from.is_only_of_samples(name, others[name])]:
             self._warned.update(names)
-            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
             self.warn(
-                f"training changes {', '.join(names[:MAX_NAMES])}{more}, which no checkpoint contains: a resume "
-                "is exact only if no step depends on it. Otherwise make it a buffer of the model, or include it in the "
-                "state_dict() of the task, of the optimizer, or of something else that is passed in"
+                f"training changes {listed(names, MAX_NAMES)}, which no checkpoint contains: a resume is exact only if "
+                "no step depends on it. Otherwise make it a buffer of the model, or include it in the state_dict() of "
+                "the task, of the optimizer, or of something else that is passed in"
             )
 
     def note_restored(self) -> None:

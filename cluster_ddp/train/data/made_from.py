@@ -22,6 +22,7 @@ from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user
+from cluster_ddp.words import listed
 
 AtFirst = Callable[[], contextlib.AbstractContextManager[None]]  # gives the task its state from before training
 _DEPTH, _WIDTH = 10, 100  # how deep is searched, and how many elements of lists one by one
@@ -177,10 +178,7 @@ class MadeFrom:
         own = getattr(self._task, "__dict__", {})
         self._told = {*names, *(f"task.{key}" for key, value in own.items() if self._tells_all_of(value, names))}
         self._first, self._sources = {}, []
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return (
-            f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
-        )
+        return f"training changes {listed(names, _SHOWN)}, from which samples or batches are made, {self._why}"
 
     def _names_of_replaced(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
         """The names of what was an attribute and is another object now, while the data set holds it as before."""

@@ -27,6 +27,7 @@ from cluster_ddp.train.randomness import (
     watch,
 )
 from cluster_ddp.train.state.surroundings import generators_around
+from cluster_ddp.words import listed
 
 ALL_GENERATORS = tuple(range(len(HOST_GENERATORS)))
 
@@ -171,11 +172,6 @@ class SeededReads:
             if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full /dev/shm
                 raise
             raise DataError(
-                f"samples {_named(indices)} do not make a batch: {error}\n"
+                f"samples {listed(indices.tolist(), 8)} do not make a batch: {error}\n"
                 "    give items of the same structure and shapes, or a collate function of your own"
             ) from error
-
-
-def _named(indices: Indices) -> str:
-    shown = ", ".join(map(str, indices[:8].tolist()))
-    return shown + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")

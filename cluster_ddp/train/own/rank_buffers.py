@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.own.values import has_values
+from cluster_ddp.words import listed
 
 MAX_BYTES = 256 * 2**20  # bytes of all ranks together, which each of them holds in memory once it has saved them
-_SHOWN = 5  # names in the message
 
 
 class RankBuffers:
@@ -102,10 +102,9 @@ class RankBuffers:
             taken.add(name)
         if (large := [name for name in buffers if name not in taken]) and not self._is_told:
             self._is_told = True
-            more = f" and {len(large) - _SHOWN} more" if len(large) > _SHOWN else ""
             self._warn(
-                f"the ranks hold different buffers, too large to be saved for each of them: {', '.join(large[:_SHOWN])}"
-                f"{more}. A checkpoint contains those of rank 0, and a resume gives them to all ranks: it is exact "
+                f"the ranks hold different buffers, too large to be saved for each of them: {listed(large)}. "
+                "A checkpoint contains those of rank 0, and a resume gives them to all ranks: it is exact "
                 "only if nothing, such as an evaluation on all ranks, reads them before DDP has sent those of rank 0 "
                 "again. Otherwise send them yourself after each update (dist.broadcast(buffer, 0))"
             )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors, memory_of
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.inner_parts import inner_parts
-from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
+from cluster_ddp.train.optimizer import parameters_of, refuse_broken, refuse_divided
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import difference
 from cluster_ddp.train.state.groups import FirstGroups
@@ -28,13 +28,13 @@ from cluster_ddp.train.state.held import NOT_STATE_OF_OPTIMIZERS, are_hooks, enc
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, Unpacker, contiguous_strides
 from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpacked
+from cluster_ddp.words import listed
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
 # How updates are computed: what new groups would use, and may have been chosen for the device of the parameters.
 _COMPUTING = frozenset({"defaults.fused", "defaults.foreach", "defaults.capturable"})
 _CPU = torch.device("cpu")
-_SHOWN = 5
 
 
 class OptimizerState:
@@ -244,7 +244,7 @@ class OptimizerState:
 
     def _hidden(self) -> Attributes:
         """Attributes outside the groups, the hooks and the saved part of `state`, such as an inner optimizer."""
-        optimizer, held = self.optimizer, {id(parameter) for _, parameter in self._parameters()}
+        optimizer, held = self.optimizer, set(map(id, parameters_of(self.optimizer)))
         # By name, because the task may let a parameter start over, with another dict.
         saved = {
             id(state): f"the state of {self._names.get(id(key), key)}"
@@ -310,7 +310,7 @@ class OptimizerState:
         """Call the optimizer's own `load_state_dict`; what it casts is corrected afterwards."""
         whole = self.optimizer.state_dict()
         if "state" in whole:
-            order = [self._names[id(parameter)] for _, parameter in self._parameters()]
+            order = [self._names[id(parameter)] for parameter in parameters_of(self.optimizer)]
             states = {number: by_name[fqn] for number, fqn in enumerate(order) if fqn in by_name}
             whole["state"] = {**states, **shared}
         for group, changed in zip(whole.get("param_groups", []), settings, strict=False):
@@ -336,7 +336,7 @@ class OptimizerState:
 
     def _without(self) -> list[str]:
         """The parameters of the model that the optimizer does not hold."""
-        held = {id(parameter) for _, parameter in self._parameters()}
+        held = set(map(id, parameters_of(self.optimizer)))
         return [name for known, name in self._names.items() if known not in held]
 
     def _refuse_others(self, without: list[str] | None) -> None:
@@ -345,7 +345,7 @@ class OptimizerState:
         now = set(self._without())
         if now != set(without):
             gone, added = sorted(now - set(without)), sorted(set(without) - now)
-            changes = [f"without {_named(gone)}"] * bool(gone) + [f"with {_named(added)} besides"] * bool(added)
+            changes = [f"without {listed(gone)}"] * bool(gone) + [f"with {listed(added)} besides"] * bool(added)
             raise TaskError(
                 f"optimizer() now makes an optimizer {' and '.join(changes)}, other than the one that was saved: hold "
                 "the same parameters as before (those that are not to be trained with requires_grad=False), or start "
@@ -373,10 +373,6 @@ class OptimizerState:
                     found[key] = packed
             changed.append(found)
         return changed
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _packed_or_none(value: Any) -> Any:

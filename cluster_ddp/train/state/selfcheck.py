@@ -27,6 +27,7 @@ from cluster_ddp.train.state.kinds import kind_of
 from cluster_ddp.train.state.packing import comparable, without_words
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import EXTRA, Collected, State
+from cluster_ddp.words import listed
 
 _SHOWN = 5  # maximum number of differences in the message
 _MAX_TEXT = 120  # maximum length of each, in characters
@@ -125,9 +126,8 @@ def no_longer_there(state: State, scalars: Mapping[str, Any]) -> str | None:
     _, now = state.collect()
     if not (lost := sorted(scalars.get("task", {}).keys() - now["task"].keys())):
         return None
-    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
     return (
-        f"the checkpoint holds {', '.join(lost[:_SHOWN])}{more} of the task, which state_dict() does not return after "
+        f"the checkpoint holds {listed(lost)} of the task, which state_dict() does not return after "
         "load_state_dict(): unless the task has been changed to do without, it is lost, and this resume is not exact"
     )
 
@@ -137,13 +137,11 @@ def lost_between_ranks(state: State, scalars: Mapping[str, Any], extra: Mapping[
 
     All ranks call it.
     """
-    differing = _not_taken_back(state, scalars, extra)
-    if not differing:
+    if not (differing := _not_taken_back(state, scalars, extra)):
         return None
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     return (
         "the checkpoint was saved on another number of ranks, and its state of the task does not come back on this "
-        f"one: {'; '.join(differing[:_SHOWN])}{more}. What ranks have of their own is lost, or given to several: let "
+        f"one: {listed(differing, between='; ')}. What ranks have of their own is lost, or given to several: let "
         "load_state_dict() divide it among the present ranks, or return what is the same on all of them"
     )
 
