@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
-from cluster_ddp.checkpoint.format import Manifest, StoredTensor, shard_name
+from cluster_ddp.checkpoint.format import Manifest
 from cluster_ddp.checkpoint.plan import SavePlan
 from cluster_ddp.checkpoint.restore import Check, Restored, match
 
@@ -21,21 +21,10 @@ class MemoryCheckpoint:
     """What a save with this plan would write (see `Checkpointer.save`), with tensors as read back from a file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], plan: SavePlan) -> None:
-        self._stored = {
-            entry.item.name: _read(tensors[entry.item.name])
-            for layout in plan.layouts.values()
-            for entry in layout.entries
-        }
+        self._stored = {name: _read(tensors[name]) for name in plan.stored}
         self._manifest = Manifest(
             run_id="", step=0, samples=0, epoch=0, world_size=1, created=0.0, job_digest="", versions={}, shards={},
-            tensors={
-                entry.item.name: StoredTensor(shard_name(rank), entry.item.dtype, entry.item.shape)
-                for rank, layout in plan.layouts.items()
-                for entry in layout.entries
-            },
-            scalars=json.loads(json.dumps(scalars)),
-            aliases=plan.aliases,
-            metrics={},
+            tensors=plan.stored, scalars=json.loads(json.dumps(scalars)), aliases=plan.aliases, metrics={},
         )  # fmt: skip
 
     def restore(self, tensors: Mapping[str, Tensor], check: Check) -> Restored:

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.errors import CheckpointError
-from cluster_ddp.checkpoint.format import Item, Layout, lay_out
+from cluster_ddp.checkpoint.format import Item, Layout, StoredTensor, lay_out, shard_name
 
 _DTYPE_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -46,6 +46,15 @@ class SavePlan:
     def alike(self) -> tuple[str, ...]:
         """The names in `replicated`, in the same order on all ranks."""
         return tuple(sorted(self.replicated))
+
+    @functools.cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Where each tensor is stored, as the manifest says it."""
+        return {
+            entry.item.name: StoredTensor(shard_name(rank), entry.item.dtype, entry.item.shape)
+            for rank, layout in self.layouts.items()
+            for entry in layout.entries
+        }
 
 
 def as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:

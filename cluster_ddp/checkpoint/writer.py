@@ -21,7 +21,7 @@ import cluster_ddp
 from cluster_ddp.checkpoint.coordinator import SaveCoordinator
 from cluster_ddp.checkpoint.errors import AttemptSuperseded, CheckpointOfAnotherRun
 from cluster_ddp.checkpoint.folders import put_back_interrupted, temporary_name
-from cluster_ddp.checkpoint.format import Manifest, Shard, StoredTensor, shard_name
+from cluster_ddp.checkpoint.format import Manifest, Shard, shard_name
 from cluster_ddp.checkpoint.plan import SavePlan
 from cluster_ddp.checkpoint.retention import Retention
 from cluster_ddp.process import host_name
@@ -220,11 +220,7 @@ class Writer:
                 for _, receipt in sorted(receipts.items())
                 if "file" in receipt
             },
-            tensors={
-                entry.item.name: StoredTensor(shard_name(rank), entry.item.dtype, entry.item.shape)
-                for rank, layout in save.plan.layouts.items()
-                for entry in layout.entries
-            },
+            tensors=save.plan.stored,
             scalars=save.scalars,
             aliases=save.plan.aliases,
             metrics=save.metrics,

@@ -82,16 +82,7 @@ def record_failed_nodes(
         for host in down:
             _record_lost(attempt, writer, hosts.index(host) if host in hosts else None, host, _DOWN)
         return
-    if job_step.killed_by and not job_ends:  # its node programs may live on until the job is requeued
-        error = f"srun was ended from outside, perhaps because memory ran out ({job_step.killed_by})"
-        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
-        return
-    if job_step.cancelled and not job_ends:  # of its node programs, the first to end is no more to blame than others
-        error = f"the job step was cancelled from outside, for example by scancel {start.task}.0"
-        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
-        return
-    if job_step.stood_still and not job_ends:
-        error = "srun was stopped by a signal (SIGSTOP) before any node had started, and nobody continued it (SIGCONT)"
+    if not job_ends and (error := _ended_from_outside(job_step, start)):
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     history = read_history(attempt.run, strict=True)  # a node whose events cannot be read is not to blame
@@ -128,6 +119,17 @@ def record_failed_nodes(
     for host in sorted(failed.keys() - spoke):
         error = f"{what}: {failed[host]}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
+
+
+def _ended_from_outside(job_step: RunningJobStep, start: SlurmStart) -> str | None:
+    """What ended a job step as a whole, for which no node is to blame; None if nothing did."""
+    if job_step.killed_by:  # its node programs may live on until the job is requeued
+        return f"srun was ended from outside, perhaps because memory ran out ({job_step.killed_by})"
+    if job_step.cancelled:  # of its node programs, the first to end is no more to blame than others
+        return f"the job step was cancelled from outside, for example by scancel {start.task}.0"
+    if job_step.stood_still:
+        return "srun was stopped by a signal (SIGSTOP) before any node had started, and nobody continued it (SIGCONT)"
+    return None
 
 
 def _record_taken_nodes(history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TextIO
 
 from cluster_ddp.launch.job_step import node_program
@@ -19,7 +19,7 @@ from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, 
 from cluster_ddp.run.storage import open_append
 
 # Other schedulers, `timeout` and scripts announce an end with SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
-STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL_SECONDS = 0.2
 # When one node has failed, the others notice as their collectives fail; if they do not, they are ended.
 _OTHERS_SECONDS = 10.0
@@ -31,13 +31,26 @@ _ANSWERS = (
 )
 
 
-def signals_to_stop_at() -> tuple[signal.Signals, ...]:
-    """Return the signals of `STOPPING`, without SIGHUP if it is ignored: with nohup, training outlives its terminal."""
-    return tuple(
-        number
-        for number in present(*STOPPING)
+@contextlib.contextmanager
+def noting_stops(signals: list[signal.Signals]) -> Iterator[None]:
+    """Append to a list the signals to stop that come in the block, such as Ctrl-C.
+
+    SIGHUP is not one of them if it is ignored: with nohup, training outlives its terminal.
+    """
+
+    def note(number: int, _frame: object) -> None:
+        signals.append(signal.Signals(number))
+
+    before = {
+        number: signal.signal(number, note)
+        for number in present(*_STOPPING)
         if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN
-    )
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Start(Protocol):
@@ -61,7 +74,7 @@ class Start(Protocol):
 class Supervisor:
     """Runs the node programs that an attempt has on this machine, and passes on the user's requests to stop.
 
-    The first Ctrl-C, or signal of `STOPPING`, asks to save and end, the second to save immediately, the third ends it.
+    The first Ctrl-C, or other signal to stop, asks to save and end, the second to save immediately, the third ends it.
 
     Parameters
     ----------
@@ -88,19 +101,12 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the node programs and wait until the last of them has ended, here and on other machines."""
-        before = {number: signal.signal(number, self._note) for number in signals_to_stop_at()}
-        try:
+        with noting_stops(self._signals):
             self._children = [self._start_node(node) for node in self._start.nodes_here]
             while any(child.poll() is None for child in self._children) or not self._others_have_ended():
                 self._pass_on()
                 self._look_after()
                 time.sleep(_POLL_SECONDS)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self._signals.append(signal.Signals(number))
 
     def _start_node(self, node: int) -> subprocess.Popen[bytes]:
         run = str(self._attempt.run.path)

@@ -27,7 +27,7 @@ from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.element import run_of_element
 from cluster_ddp.submit.machine import devices_here
-from cluster_ddp.submit.supervisor import signals_to_stop_at
+from cluster_ddp.submit.supervisor import noting_stops
 from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
 
 _POLL_SECONDS = 0.2
@@ -63,33 +63,24 @@ class SweepHere:
     report: Callable[[RunStatus], None]
     claim: dict[str, Any] | None
     claim_seconds: float = 2.0
-    _signals: list[int] = field(default_factory=list)
+    _signals: list[signal.Signals] = field(default_factory=list)
     _closed: bool = False  # whether no more elements are started
 
     def run(self, elements: Sequence[Element]) -> None:
-        """Run elements to their end; the first Ctrl-C, or signal of `STOPPING`, makes those that train save and end."""
-        before = {number: signal.signal(number, self._note) for number in signals_to_stop_at()}
-        try:
-            self._run(list(elements))
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self._signals.append(number)
-
-    def _run(self, waiting: list[Element]) -> None:
+        """Run elements to their end; the first Ctrl-C, or other signal to stop, makes those that train save and end."""
+        waiting = list(elements)
         looked = time.monotonic()
-        while (waiting and not self._closed) or any(place.process for place in self.places):
-            if time.monotonic() - looked >= self.claim_seconds:
-                looked = time.monotonic()
-                self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel` or somebody else
-            self._pass_on()
-            for place in self.places:
-                self._look_after(place)
-                if place.process is None and waiting and not self._closed:
-                    self._start(place, waiting.pop(0))
-            time.sleep(_POLL_SECONDS)
+        with noting_stops(self._signals):
+            while (waiting and not self._closed) or any(place.process for place in self.places):
+                if time.monotonic() - looked >= self.claim_seconds:
+                    looked = time.monotonic()
+                    self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel`, or others
+                self._pass_on()
+                for place in self.places:
+                    self._look_after(place)
+                    if place.process is None and waiting and not self._closed:
+                        self._start(place, waiting.pop(0))
+                time.sleep(_POLL_SECONDS)
 
     def _pass_on(self) -> None:
         while self._signals:
