@@ -11,13 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
 from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import SavePlan, find_aliases, find_overlaps
-from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
@@ -190,14 +188,8 @@ def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]
             yield f"{name}: {was.dtype} {list(was.shape)} comes back as {now.dtype} {list(now.shape)}"
         elif was.stride() != now.stride():
             yield f"{name}: strides {list(was.stride())} come back as {list(now.stride())}"
-        elif not torch.equal(_bits(was.cpu()), _bits(now.cpu())):
+        elif not equal_bits(was, now):
             yield f"{name}: other values come back"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """View as integers, so that NaN equals itself and zeros of different sign differ."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.view(INTEGERS[plain.element_size()])
 
 
 def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:

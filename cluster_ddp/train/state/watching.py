@@ -55,6 +55,12 @@ def _attributes_of(holder: Any) -> dict[str, Any]:
     return holder if type(holder) is dict else vars(holder)
 
 
+def _emptied(container: Any) -> Any:
+    empty = copy.copy(container)
+    empty.clear()
+    return empty
+
+
 def _holds_any(place: str, names: Iterable[str]) -> bool:
     return any(is_within(name, [place]) for name in names)
 
@@ -221,39 +227,31 @@ class Watch:
         if not isinstance(self._task, Task):
             return set()
         both = ((name, was.leaves[name], now.leaves[name]) for name in names if name in was.leaves.keys() & now.leaves)
-        values = [
+        values = {
             name for name, then, leaf in both if is_value(leaf) or (isinstance(leaf, Tensor) and leaf is not then)
-        ]
-        places = {name: place for name in values if (place := self._place(name)) is not None}
+        }
+        lists = {name for name in map(now.outermost_list, names) if name and name.startswith(("task.", "model."))}
         other, own, made = copy.copy(self._task), vars(self._task), set[str]()
         self.put_back_values(other)
+        places = {name: place for name in values | lists if (place := self._place(name)) is not None}
         places = {name: vars(other) if place is own else place for name, place in places.items()}
-        found = {name for name in map(now.outermost_list, names) if name and name.startswith(("task.", "model."))}
-        lists = {name: place for name in found if (place := self._place(name)) is not None}
-        lists = {name: vars(other) if place is own else place for name, place in lists.items()}
-        lists = {name: place for name, place in lists.items() if last_part(name) in place}
-        kept = {name: place[last_part(name)] for name, place in lists.items()}
+        kept = {name: place[last_part(name)] for name, place in places.items() if last_part(name) in place}
+        places = {name: place for name, place in places.items() if name in values or name in kept}
         with undone(self._task), keep_generators(), contextlib.suppress(Exception):
             state = copied(self._states()["task"])
             try:
                 for name, place in places.items():
-                    place[last_part(name)] = was.leaves[name]
-                for name, place in lists.items():
-                    place[last_part(name)] = copy.copy(kept[name])
-                    place[last_part(name)].clear()
+                    place[last_part(name)] = was.leaves[name] if name in values else _emptied(kept[name])
                 other.load_state_dict(state)
-                not_shared = (*self._not_shared_with(other), *lists)
                 again = of_task(other)
-                of_model = [*places.items(), *lists.items()]
-                of_model = [(name, place[last_part(name)]) for name, place in of_model if name.startswith("model.")]
-                again.add(Attributes(dict(of_model)))
-                found = {name for name in names if name in places or is_within(name, not_shared)}
+                of_model = {name: place[last_part(name)] for name, place in places.items() if name.startswith("model.")}
+                again.add(Attributes(of_model))
+                loaded = (*self._not_shared_with(other), *places.keys() - values)
+                found = {name for name in names if name in places or is_within(name, loaded)}
                 made = {name for name in found if now.are_alike(name, again)} | self._functions_again(other)
             finally:
-                for name, place in places.items():
-                    place[last_part(name)] = now.leaves[name]
-                for name, place in lists.items():
-                    place[last_part(name)] = kept[name]
+                for name, value in kept.items():
+                    places[name][last_part(name)] = value
         return made
 
     def _not_shared_with(self, other: Task) -> set[str]:

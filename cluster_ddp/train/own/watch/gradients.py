@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from cluster_ddp.train.optimizer import parameters_of
+from cluster_ddp.train.state.comparing import is_nonzero
 
 
 class CarriedGradients:
@@ -60,10 +61,6 @@ class CarriedGradients:
 def _noting(weight: Tensor, carried: dict[int, bool]) -> Callable[[Tensor], None]:
     def note(_: Tensor) -> None:
         if carried.get(id(weight), True):  # once it was zero, anything in it is from this step
-            carried[id(weight)] = weight.grad is not None and _has_values(weight.grad)
+            carried[id(weight)] = weight.grad is not None and is_nonzero(weight.grad)
 
     return note
-
-
-def _has_values(gradient: Tensor) -> bool:
-    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
