@@ -14,7 +14,7 @@ def _runs(incomplete: str) -> list[str]:
     from cluster_ddp.run.runs import runs_dir_of
 
     try:
-        names = os.listdir(runs_dir_of(None))  # noqa: PTH208 - only the names are wanted
+        names = os.listdir(runs_dir_of(None))
     except (OSError, ClusterDDPError):
         return []
     return sorted(name for name in names if name.startswith(incomplete) and not name.startswith("."))

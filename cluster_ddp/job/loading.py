@@ -219,7 +219,7 @@ def _prepared(root: Node, file: Path) -> Node:
 
 def _find_file(source: str) -> Path:
     if is_path(source) or is_file(Path(source)):
-        return Path(os.path.expanduser(source))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+        return Path(os.path.expanduser(source))
     return template_file(source)
 
 

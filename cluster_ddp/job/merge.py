@@ -110,7 +110,7 @@ def read_extended(chain: tuple[Path, ...]) -> Node:
 
 def absolute(text: str, place: Place) -> str:
     """Return a path with ``~`` and ``$NAME`` expanded, made absolute from the folder of the file that contains it."""
-    filled = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+    filled = os.path.expandvars(os.path.expanduser(text))
     unset = re.search(r"\$(?:\w+|\{\w+\})", filled)
     if unset:
         raise fault(place, f"{text}: the variable {unset[0]} is not set here", "a path, or a variable that is set")

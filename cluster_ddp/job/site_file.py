@@ -13,7 +13,7 @@ def site_file() -> Path | None:
     """Return the site file; None if there is none, or the variable is set to an empty string."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named is not None:
-        return Path(os.path.expanduser(named)) if named else None  # noqa: PTH111 - as job files are found
+        return Path(os.path.expanduser(named)) if named else None
     file = default_site_file()
     return file if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for some
 
@@ -21,4 +21,4 @@ def site_file() -> Path | None:
 def default_site_file() -> Path:
     """Return the path of the site file if no variable names one."""
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(os.path.expanduser(folder), "cluster-ddp", "site.yaml")  # noqa: PTH111
+    return Path(os.path.expanduser(folder), "cluster-ddp", "site.yaml")

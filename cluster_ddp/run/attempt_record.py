@@ -86,7 +86,7 @@ def attempt_numbers(run: RunDirectory) -> list[int]:
         The folder cannot be read.
     """
     try:
-        names = os.listdir(run.attempts)  # noqa: PTH208 - only the names are wanted
+        names = os.listdir(run.attempts)
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))

@@ -182,7 +182,7 @@ def step_of(name: str) -> int | None:
 def steps_in(checkpoints: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, ascending; empty if the folder does not exist."""
     try:
-        names = os.listdir(checkpoints)  # noqa: PTH208 - only the names are wanted
+        names = os.listdir(checkpoints)
     except FileNotFoundError:
         return []
     return sorted(step for name in names if (step := step_of(name)) is not None)

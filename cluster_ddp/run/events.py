@@ -163,7 +163,7 @@ def _read(run: RunDirectory, digest: Digest, *, strict: bool = False) -> tuple[D
             refuse_passing(path, error)
 
     try:
-        names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted
+        names = sorted(os.listdir(run.events))
     except OSError as error:
         skip(run.events, error)
         return Digest(), []

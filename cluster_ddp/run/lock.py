@@ -115,7 +115,7 @@ def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
 def _holder(lock: Path) -> str:
     """Return the name of the draft in the lock; empty if nobody holds it."""
     try:
-        return next(iter(os.listdir(lock)), "")  # noqa: PTH208 - only the name is wanted
+        return next(iter(os.listdir(lock)), "")
     except OSError:
         return ""
 

@@ -284,13 +284,13 @@ def _refuse_not_begun(folder: Path) -> None:
 
 def _names_in(folder: Path) -> list[str]:
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - only the names are wanted
+        return sorted(os.listdir(folder))
     except OSError:
         return []
 
 
 def _absolute(text: str) -> Path:
-    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path.expanduser raises for an unknown user
+    return Path(os.path.expanduser(text)).absolute()
 
 
 def _created(run: RunDirectory) -> str:

@@ -134,7 +134,7 @@ def _has_ended(known: KnownRun, status: RunStatus) -> bool:
 
 def _cache_folder() -> Path:
     folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(folder), "cluster-ddp")  # noqa: PTH111 - Path.expanduser raises without a home
+    return Path(os.path.expanduser(folder), "cluster-ddp")
 
 
 def _read(file: Path, header: dict[str, Any]) -> dict[str, Any]:

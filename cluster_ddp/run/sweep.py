@@ -114,7 +114,7 @@ class SweepDirectory:
     def begun(self, elements: Sequence[Element]) -> list[Element]:
         """Return those of the elements that have a run."""
         try:
-            names = set(os.listdir(self.path))  # noqa: PTH208 - only the names are wanted
+            names = set(os.listdir(self.path))
         except OSError:
             return []
         return [element for element in elements if element.name in names and self.run(element).exists()]
@@ -215,7 +215,7 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
     """Return the sweep that `text` names: its folder, its id, or a unique prefix that no run's id begins with."""
     if not text.strip():
         return None
-    path = SweepDirectory(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111 - Path.expanduser raises
+    path = SweepDirectory(Path(os.path.expanduser(text)).absolute())
     if path.exists():
         return path
     if os.sep in text:

@@ -186,7 +186,7 @@ class Meeting:
 
     def _others(self) -> list[Arrival]:
         try:
-            names = os.listdir(self.run.arrivals)  # noqa: PTH208 - only the names are wanted
+            names = os.listdir(self.run.arrivals)
         except OSError:
             return []
         found = (parse_arrival(name) for name in names if name != self._own.name)

@@ -138,8 +138,9 @@ def plan_manual(
     """
     from cluster_ddp.job import plan_batch
 
-    path = runs_dir_of(spec) / os.path.expanduser(name)  # noqa: PTH111 - Path.expanduser raises for an unknown user
-    if not _RUN_NAME.fullmatch(path.name) or (os.sep in name and not os.path.isabs(os.path.expanduser(name))):  # noqa: PTH111, PTH117
+    given = Path(os.path.expanduser(name))
+    path = runs_dir_of(spec) / given
+    if not _RUN_NAME.fullmatch(path.name) or (os.sep in name and not given.is_absolute()):
         raise SubmitError(f"--run {name}: give a name of letters, digits, '.', '_' and '-', or an absolute path")
     if not 0 <= node < nodes:
         raise SubmitError(f"--node-rank {node}: the {nodes} nodes are numbered from 0 to {nodes - 1}")

@@ -256,7 +256,7 @@ def free_subnet(seed: int) -> ipaddress.IPv4Network:
 
 def bridges() -> list[str]:
     """The bridges of all sessions on this machine, dead ones included."""
-    return [n for n in os.listdir("/sys/class/net") if OWNED_NAME.fullmatch(n)]  # noqa: PTH208
+    return [n for n in os.listdir("/sys/class/net") if OWNED_NAME.fullmatch(n)]
 
 
 def folders() -> list[Path]:
@@ -268,7 +268,7 @@ def remove_session(name: str) -> None:
     """Remove the bridge, the cables and the folder of a session."""
 
     def left() -> list[str]:
-        return [n for n in os.listdir("/sys/class/net") if re.fullmatch(rf"{name}[a-z]?", n)]  # noqa: PTH208
+        return [n for n in os.listdir("/sys/class/net") if re.fullmatch(rf"{name}[a-z]?", n)]
 
     for interface in left():
         sh("ip", "link", "delete", interface, check=False)

@@ -99,7 +99,7 @@ def launch(node: int, *options: str, run: str = "pair", job: str = "job.yaml") -
 def arrivals(folder: Path) -> list[int]:
     """The nodes that wait for others."""
     with contextlib.suppress(OSError):
-        names = os.listdir(folder / "runs/pair/arrivals")  # noqa: PTH208
+        names = os.listdir(folder / "runs/pair/arrivals")
         return sorted(found.node for name in names if (found := parse_arrival(name)))
     return []
 
