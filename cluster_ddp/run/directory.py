@@ -8,6 +8,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster_ddp.run.errors import RunError
 
@@ -17,7 +18,7 @@ SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that contains its runs
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
 
-class _Inside:
+class Inside:
     """A path inside a folder, as an attribute of the class for that folder; computed once."""
 
     def __init__(self, name: str) -> None:
@@ -26,8 +27,9 @@ class _Inside:
     def __set_name__(self, _: type, attribute: str) -> None:
         self._attribute = attribute
 
-    def __get__(self, folder: AttemptDirectory | RunDirectory, _: object) -> Path:
-        path = vars(folder)[self._attribute] = folder.path / self._name
+    def __get__(self, folder: Any, _: object) -> Path:
+        path: Path = folder.path / self._name
+        vars(folder)[self._attribute] = path
         return path
 
 
@@ -37,13 +39,13 @@ class AttemptDirectory:
 
     path: Path
 
-    record_file = _Inside("attempt.json")  # who began it, where and when
-    origin_file = _Inside("origin.json")  # the checkpoint that it continues from, written before it trains
-    stop_file = _Inside("stop")  # exists when training should save and end
-    final_stop_file = _Inside("stop.final")  # exists as well when a person has asked for it
-    nodes_file = _Inside("nodes.json")  # which arrivals it began with, and the port they meet at
-    steps_file = _Inside("steps.jsonl")  # numbers of the steps that follow its checkpoints, to compare after a resume
-    rendezvous_key = _Inside("rendezvous.key")  # with which its nodes authenticate each other; readable by its owner
+    record_file = Inside("attempt.json")  # who began it, where and when
+    origin_file = Inside("origin.json")  # the checkpoint that it continues from, written before it trains
+    stop_file = Inside("stop")  # exists when training should save and end
+    final_stop_file = Inside("stop.final")  # exists as well when a person has asked for it
+    nodes_file = Inside("nodes.json")  # which arrivals it began with, and the port they meet at
+    steps_file = Inside("steps.jsonl")  # numbers of the steps that follow its checkpoints, to compare after a resume
+    rendezvous_key = Inside("rendezvous.key")  # with which its nodes authenticate each other; readable by its owner
 
     @property
     def run(self) -> RunDirectory:
@@ -84,20 +86,20 @@ class RunDirectory:
 
     path: Path
 
-    job_file = _Inside("job.yaml")  # the resolved job
-    script = _Inside("job.sbatch")  # exactly what was submitted to Slurm
-    resume_file = _Inside("resume.json")  # who resumed it last; changed by one call of `resume` at a time
-    record_file = _Inside("run.json")  # the run's identity; a folder is a run when this file exists
-    events = _Inside("events")  # one file per writer
-    digest_file = _Inside("events/digest.json")  # the events of ended attempts that matter
-    metrics_file = _Inside("metrics.jsonl")  # written by rank 0
-    attempts = _Inside("attempts")
-    arrivals = _Inside("arrivals")  # the nodes that wait for the others, in a start without Slurm
-    checkpoints = _Inside("checkpoints")
-    wandb = _Inside("wandb")  # wandb's own files
-    code = _Inside("code")  # the user's code as it was when the run was made (launch.snapshot)
-    code_file = _Inside("code.json")  # what that is a copy of
-    changes_file = _Inside("changes.diff")  # what had changed since its revision
+    job_file = Inside("job.yaml")  # the resolved job
+    script = Inside("job.sbatch")  # exactly what was submitted to Slurm
+    resume_file = Inside("resume.json")  # who resumed it last; changed by one call of `resume` at a time
+    record_file = Inside("run.json")  # the run's identity; a folder is a run when this file exists
+    events = Inside("events")  # one file per writer
+    digest_file = Inside("events/digest.json")  # the events of ended attempts that matter
+    metrics_file = Inside("metrics.jsonl")  # written by rank 0
+    attempts = Inside("attempts")
+    arrivals = Inside("arrivals")  # the nodes that wait for the others, in a start without Slurm
+    checkpoints = Inside("checkpoints")
+    wandb = Inside("wandb")  # wandb's own files
+    code = Inside("code")  # the user's code as it was when the run was made (launch.snapshot)
+    code_file = Inside("code.json")  # what that is a copy of
+    changes_file = Inside("changes.diff")  # what had changed since its revision
 
     @property
     def id(self) -> str:

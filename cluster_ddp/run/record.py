@@ -135,35 +135,25 @@ def _record_of(value: object) -> RunRecord:
     return record
 
 
-def _check_kinds(record: RunRecord) -> None:
-    def optional(check: Callable[[Any], bool], value: object) -> bool:
-        return value is None or check(value)
+_KINDS: dict[tuple[str, ...], Callable[[Any], bool]] = {
+    ("id", "name", "via", "wandb_id", "git_revision", "directory"): lambda value: isinstance(value, str),
+    ("created",): lambda value: as_time(value) is not None,
+    ("attempts_of_original",): lambda value: as_whole(value) is not None,
+    ("versions",): lambda value: isinstance(value, dict) and all(isinstance(part, str) for part in value.values()),
+    ("nodes", "procs"): lambda value: as_size(value) is not None,
+    ("global_batch",): lambda value: (as_whole(value) or 0) > 0,
+    ("submitting",): lambda value: isinstance(value, dict),
+    JOB_LISTS: lambda value: isinstance(value, (list, tuple)) and all(is_job_id(str(job_id)) for job_id in value),
+}
+_MAY_BE_NONE = frozenset({"git_revision", "directory", "nodes", "procs", "global_batch", "submitting"})
 
-    right = {
-        **{name: isinstance(getattr(record, name), str) for name in ("id", "name", "via", "wandb_id")},
-        "created": as_time(record.created) is not None,
-        "attempts_of_original": as_whole(record.attempts_of_original) is not None,
-        **{
-            name: optional(lambda value: isinstance(value, str), getattr(record, name))
-            for name in ("git_revision", "directory")
-        },
-        "versions": isinstance(record.versions, dict)
-        and all(isinstance(version, str) for version in record.versions.values()),
-        **{
-            name: optional(lambda value: as_size(value) is not None, getattr(record, name))
-            for name in ("nodes", "procs")
-        },
-        "global_batch": optional(lambda value: (as_whole(value) or 0) > 0, record.global_batch),
-        "submitting": optional(lambda value: isinstance(value, dict), record.submitting),
-        **{
-            name: isinstance(getattr(record, name), (list, tuple))
-            and all(is_job_id(str(job_id)) for job_id in getattr(record, name))
-            for name in JOB_LISTS
-        },
-    }
-    wrong = [name for name, is_right in right.items() if not is_right]
-    if wrong:
-        raise ValueError(f"the value of {wrong[0]} is not one that cluster_ddp writes")
+
+def _check_kinds(record: RunRecord) -> None:
+    for names, is_right in _KINDS.items():
+        for name in names:
+            value = getattr(record, name)
+            if not is_right(value) and not (value is None and name in _MAY_BE_NONE):
+                raise ValueError(f"the value of {name} is not one that cluster_ddp writes")
 
 
 def write_record(storage: Storage, run: RunDirectory, record: RunRecord) -> None:

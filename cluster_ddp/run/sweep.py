@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.job.elements import MAX_ELEMENTS
-from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory, copied_from
+from cluster_ddp.run.directory import SWEEP_RECORD, Inside, RunDirectory, copied_from
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
@@ -87,21 +87,13 @@ class SweepDirectory:
 
     path: Path
 
+    record_file = Inside(SWEEP_RECORD)
+    job_file = Inside("job.yaml")
+    script = Inside("job.sbatch")
+
     @property
     def id(self) -> str:
         return self.path.name
-
-    @property
-    def record_file(self) -> Path:
-        return self.path / SWEEP_RECORD
-
-    @property
-    def job_file(self) -> Path:
-        return self.path / "job.yaml"
-
-    @property
-    def script(self) -> Path:
-        return self.path / "job.sbatch"
 
     def exists(self) -> bool:
         """Whether this folder contains a sweep, even one whose record cannot be read."""

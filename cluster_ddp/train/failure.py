@@ -100,16 +100,15 @@ def _earlier_failure(error: BaseException, world: World, writer: EventWriter | N
     except RuntimeError:  # the connection is gone
         if world.rank == 0:
             return None
-        if writer is not None and _has_recorded(0, explain(error), writer.run, attempt):
+        if writer is not None and _rank_0_has_recorded(explain(error), writer.run, attempt):
             return "rank 0 failed"
         is_echo = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         return "rank 0 failed or was killed" if is_echo else None
 
 
-def _has_recorded(rank: int, text: str, run: RunDirectory, attempt: int) -> bool:
+def _rank_0_has_recorded(text: str, run: RunDirectory, attempt: int) -> bool:
     return any(
-        (event["event"], event["attempt"], event.get("rank"), event.get("error"))
-        == (events.FAILED, attempt, rank, text)
+        (event["event"], event["attempt"], event.get("rank"), event.get("error")) == (events.FAILED, attempt, 0, text)
         for event in read_events(run)
     )
 
