@@ -16,6 +16,11 @@ PATIENCE = 240
 GRID = "--grid=params.width=6,7,8"
 
 
+def elements(cluster: SlurmCluster, folder: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(cluster.cli("status", folder, "--json", timeout=180).stdout)
+    return found
+
+
 @pytest.mark.usefixtures("light")
 def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = write_job(
@@ -31,10 +36,6 @@ def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path:
         answer: dict[str, Any] = json.loads(said.stdout)
         return answer
 
-    def elements() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(cluster.cli("status", folder, "--json", timeout=180).stdout)
-        return found
-
     def story() -> str:
         outputs = [*Path(folder).glob("*.out"), *Path(folder).glob("*/*.out")]
         return "\n".join(f"--- {output}\n{output.read_text(errors='replace')}" for output in outputs)
@@ -47,7 +48,7 @@ def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path:
     # The last task of an array that Slurm starts has the array's own number as its job id.
     runs = [Path(folder) / f"000{task}-width={task + 6}" for task in range(3)]
     cluster.wait_for(lambda: all((run / "metrics.jsonl").exists() for run in runs), PATIENCE, f"all train\n{story()}")
-    assert [(row["state"], row["slurm_job_id"]) for row in elements()] == [
+    assert [(row["state"], row["slurm_job_id"]) for row in elements(cluster, folder)] == [
         ("RUNNING", f"{array}_{task}") for task in range(3)
     ]
 
@@ -62,10 +63,10 @@ def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path:
     (tmp_path / "brake").unlink()
 
     def is_over() -> bool:
-        return not cluster.queue() and all(row["state"] == "COMPLETED" for row in elements())
+        return not cluster.queue() and all(row["state"] == "COMPLETED" for row in elements(cluster, folder))
 
     cluster.wait_for(is_over, PATIENCE, f"all are complete\n{story()}", every=1)
-    assert [(row["attempts"], row["step"]) for row in elements()] == [(2, 31), (1, 31), (2, 31)], story()
+    assert [(row["attempts"], row["step"]) for row in elements(cluster, folder)] == [(2, 31), (1, 31), (2, 31)], story()
     assert sweep()["slurm_job_id"] is None
     assert cluster.queue() == []
 
@@ -81,12 +82,8 @@ def test_stopped_started_again_preempted_and_cancelled(cluster: SlurmCluster, tm
         answer: dict[str, Any] = json.loads(cluster.cli(*command, timeout=120).stdout)
         return answer
 
-    def elements() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(cluster.cli("status", folder, "--json", timeout=180).stdout)
-        return found
-
     def states() -> list[str]:
-        return [row["state"] for row in elements()]
+        return [row["state"] for row in elements(cluster, folder)]
 
     folder = sweep()["directory"]
     first = Path(folder) / "0000-width=6"

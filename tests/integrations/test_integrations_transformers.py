@@ -7,14 +7,13 @@ import json
 import multiprocessing
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from own_loops import begin_attempt, digest, failure, new_run, states
+from own_loops import InAThread, begin_attempt, digest, failure, new_run, states
 from stopped_script import stop_and_resume
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -77,16 +76,6 @@ def test_other_data_at_a_resume_are_refused(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(with_other_data, 1, run.path) == [[None, None]]
     assert "or are split differently" in failure(run)
-
-
-class InAThread(DataLoader[Any]):
-    """Makes its batches in a thread, as monai's ThreadDataLoader does without workers."""
-
-    def __iter__(self) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            batches = super().__iter__()
-            for _ in range(len(self)):
-                yield pool.submit(next, batches).result()
 
 
 class Unseeded(Rows):

@@ -13,7 +13,7 @@ from multiprocessing.queues import Queue
 from typing import Any
 
 import pytest
-from run_builders import begin, begin_dead
+from run_builders import begin, begin_dead, hide
 
 from cluster_ddp.run import attempt as attempt_module
 from cluster_ddp.run.attempt import request_resume
@@ -29,13 +29,6 @@ from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]
-
-
-def make_remote(run: RunDirectory, number: int) -> None:
-    """Let an attempt look as if another machine had begun it."""
-    path = run.attempt(number).record_file
-    value = json.loads(path.read_text())
-    path.write_text(json.dumps({**value, "host": "n7", "boot_id": "another machine", "started": "1"}))
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, *, behind: float) -> None:
@@ -152,7 +145,7 @@ def test_an_attempt_that_was_alive_as_its_run_was_resumed_counts_on(run: RunDire
 
 def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_word(run: RunDirectory) -> None:
     begin(run, slurm_job_id="5")
-    make_remote(run, 0)
+    hide(run, 0)
     second = begin(run, slurm_job_id="5", restart_count=1)
     assert second.number == 1
     assert read_attempt(second).restart_count == 1
@@ -166,7 +159,7 @@ def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_wo
 @pytest.mark.parametrize(("answer", "begins"), [(False, True), (True, False), (None, False)])
 def test_an_attempt_on_another_machine_is_asked_of_slurm(run: RunDirectory, answer: bool | None, begins: bool) -> None:
     begin(run, slurm_job_id="5")
-    make_remote(run, 0)
+    hide(run, 0)
     asked = []
 
     def job_alive(job_id: str) -> bool | None:
@@ -183,7 +176,7 @@ def test_an_attempt_on_another_machine_is_asked_of_slurm(run: RunDirectory, answ
 
 def test_slurm_of_another_cluster_is_not_asked_about_an_attempt(run: RunDirectory) -> None:
     begin(run, slurm_job_id="5", cluster="alpha")
-    make_remote(run, 0)
+    hide(run, 0)
     with pytest.raises(RunAlive, match="may be alive"):
         begin(run, slurm_job_id="6", cluster="beta", job_alive=lambda job_id: False)
     assert begin(run, slurm_job_id="6", cluster="alpha", job_alive=lambda job_id: False).number == 1
@@ -191,7 +184,7 @@ def test_slurm_of_another_cluster_is_not_asked_about_an_attempt(run: RunDirector
 
 def test_an_attempt_on_another_machine_that_signed_off_is_over(run: RunDirectory, say: Say) -> None:
     begin(run, nodes=2)
-    make_remote(run, 0)
+    hide(run, 0)
     say("node-finished", 0, node=0)
     with pytest.raises(RunAlive):
         begin(run)
@@ -201,7 +194,7 @@ def test_an_attempt_on_another_machine_that_signed_off_is_over(run: RunDirectory
 
 def test_a_persons_resume_vouches_for_an_attempt_that_cannot_be_seen(run: RunDirectory) -> None:
     begin(run)
-    make_remote(run, 0)
+    hide(run, 0)
     request_resume(run, by="me")
     assert begin(run).number == 1
     assert [event["event"] for event in read_events(run)] == ["resume-requested"]  # it is forgiven, not judged

@@ -18,13 +18,8 @@ from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import describe
 from cluster_ddp.slurm.commands import parse_queue
-from cluster_ddp.slurm.states import SlurmJob
 
 Say = Callable[..., None]
-
-
-def state_of(run: RunDirectory, slurm: dict[str, SlurmJob] | None = None) -> str:
-    return describe(run, slurm).state.value
 
 
 def test_the_contract_of_status_json(run: RunDirectory, say: Say) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ class Images(Dataset[Any]):
         noise = torch.randn(6) + float(np.random.rand()) + random.random() + AT_THE_TOP.random() + self.own.random()
         label = index if self.labels_are_indices else index % 3
         return torch.full((6,), index / SAMPLES) + 0.1 * noise, label
+
+
+class InAThread(DataLoader[Any]):
+    """Makes its batches in a thread, as monai's ThreadDataLoader does without workers."""
+
+    def __iter__(self) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            batches = super().__iter__()
+            for _ in range(len(self)):
+                yield pool.submit(next, batches).result()
 
 
 class Rows(IterableDataset[Any]):

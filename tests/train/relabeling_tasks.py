@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from own_loops import told
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from train_tasks import CLASSES, Plain, differences, final_state, job, new_run, samples, train
-
-from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import read_events
 
 LABELS = torch.zeros(50, dtype=torch.int64)
 
@@ -124,10 +122,6 @@ class Rows(Pseudo):
 
     def train_data(self) -> Dataset[Any]:
         return TensorDataset(self.inputs, torch.as_tensor(self.labels), torch.arange(len(self.labels)))
-
-
-def told(run: RunDirectory) -> list[str]:
-    return [event["message"] for event in read_events(run) if event["event"] == "warning"]
 
 
 def resumed(make: Any, kind: str, workers: int, folder: Path, **sections: Any) -> tuple[list[str], list[list[str]]]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from own_loops import (
     SAMPLES,
     Crash,
     Images,
+    InAThread,
     Rows,
     begin_attempt,
     digest,
@@ -248,16 +248,6 @@ def test_iterators_that_are_kept_and_generators_of_the_model_are_exact(tmp_path:
     calm, broken = new_run(tmp_path / "calm").path, new_run(tmp_path / "broken").path
     (ends,) = run_ranks(with_iterators, 1, [(calm, 0, -1), (broken, 0, 8), (broken, 1, 6), (broken, 2, -1)])
     assert ends[-1] == ends[0] != ends[1]
-
-
-class InAThread(DataLoader[Any]):
-    """Makes its batches in a thread, as monai's ThreadDataLoader does without workers."""
-
-    def __iter__(self) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            batches = super().__iter__()
-            for _ in range(len(self)):
-                yield pool.submit(next, batches).result()
 
 
 class Around:

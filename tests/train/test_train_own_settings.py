@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from own_loops import LOADERS, begin_attempt, failure, model_of
+from own_loops import LOADERS, begin_attempt, failure, model_of, told
 from torch.nn import functional as F
 from train_ranks import run_ranks
 
 from cluster_ddp.job import CheckpointSpec, JobSpec, LogSpec, NetworkSpec
 from cluster_ddp.job.models import KeepBestSpec, WandbSpec
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import join_run
@@ -67,8 +66,8 @@ def test_a_metric_that_is_never_logged_is_told_of(tmp_path: Path) -> None:
     checkpoint = CheckpointSpec(every_steps=1000, keep_best=KeepBestSpec(metric="val/acuracy"))
     run = new_run(tmp_path, checkpoint=checkpoint)
     run_ranks(validated, 1, run.path)
-    (told,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]
-    assert "val/acuracy was not logged" in told and "run.log() was given val/accuracy" in told
+    (warning,) = told(run)
+    assert "val/acuracy was not logged" in warning and "run.log() was given val/accuracy" in warning
 
 
 def late(place: Path) -> float:
