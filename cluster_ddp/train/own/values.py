@@ -31,6 +31,11 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_nested) and tensor.layout is torch.strided and tensor.numel() > 0
 
 
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of what was there before and has another value now."""
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Where the elements of these tensors begin in memory."""
     return {tensor.data_ptr() for tensor in tensors if has_values(tensor)}

@@ -10,7 +10,7 @@ from types import CodeType
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_frames, running_variables, variables_of
-from cluster_ddp.train.own.values import fingerprint_of, has_tensors
+from cluster_ddp.train.own.values import differing, fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.saved import how_to_keep
 
 _ACCESS = re.compile("LOAD|STORE|DELETE")
@@ -42,7 +42,7 @@ def watch_carried(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[Non
     before = _carried_now(kept)
     yield
     now = _carried_now(kept)
-    if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
+    if names := differing(before, now):
         warn(
             f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
             "checkpoint contains: a resume is exact only if no step depends on them. Keep them: "

@@ -17,7 +17,7 @@ from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.order import samplers_in
 from cluster_ddp.train.own.program import living
-from cluster_ddp.train.own.values import fingerprint_of
+from cluster_ddp.train.own.values import differing, fingerprint_of
 from cluster_ddp.train.own.watch.syntax import is_own_class, name_of, tree_of_object
 
 _OURS = __name__.partition(".")[0]
@@ -75,7 +75,7 @@ class ChangedData:
             return
         self._before = self._now(_LABELS)
         now = self._now(_ARRAYS) if begun else {}
-        if changed := sorted(name for name in begun.keys() & now.keys() if begun[name] != now[name]):
+        if changed := differing(begun, now):
             self._has_warned = True
             self._warn(
                 f"steps change {', '.join(changed)}, which no checkpoint contains: a resume is exact only if no sample "
@@ -88,7 +88,7 @@ class ChangedData:
         before, self._before = self._before, {}
         now = self._now(_LABELS) if before else {}
         self._others = []
-        if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
+        if changed := differing(before, now):
             self._has_warned = True
             self._warn(
                 f"the code after the batches of an epoch changes {', '.join(changed)}, which no checkpoint contains: a "
@@ -117,8 +117,7 @@ class ChangedData:
         if self._has_copies:
             self._tell_copies()
         self._begun = {} if self._has_warned else self._now(_ARRAYS)
-        both = () if was is None else sorted(name for name in was.keys() & now.keys() if was[name] != now[name])
-        if changed := [name for name in both if is_within or again.get(name) == now[name]]:
+        if changed := [name for name in differing(was or {}, now) if is_within or again.get(name) == now[name]]:
             which = "this" if is_within else "the previous"
             self._warn(
                 f"{', '.join(changed)} is not what it was when the batches of {which} epoch began before this resume, "
@@ -134,7 +133,7 @@ class ChangedData:
         }
         if self._copied is None:
             self._copied = now
-        elif changed := sorted(name for name in self._copied.keys() & now.keys() if self._copied[name] != now[name]):
+        elif changed := differing(self._copied, now):
             self._has_copies = False
             self._warn(
                 f"{', '.join(changed)} has changed since the persistent workers began, which have a copy of the data "
