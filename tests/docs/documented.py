@@ -9,12 +9,11 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from waiting import wait_for
 
 PROJECT = Path(__file__).parents[2]
 PATIENCE = 120.0
@@ -56,14 +55,6 @@ def finish(process: subprocess.Popen[str], status: int = 0) -> str:
     out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == status, out
     return out
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def hold_rank_0(run: Path) -> int:

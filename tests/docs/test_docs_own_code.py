@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from documented import FINDS_RANKS, PATIENCE, PROJECT, Call, finish, rank_0, stop_in_the_middle, wait_for
+from documented import FINDS_RANKS, PATIENCE, PROJECT, Call, finish, rank_0, stop_in_the_middle
 from own_loops import begin_attempt, new_run
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_ranks import preload, run_ranks, start_program
+from waiting import wait_for
 
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory

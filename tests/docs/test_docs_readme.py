@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documented import FINDS_RANKS, PROJECT, Call, block, finish, hold_rank_0, wait_for
+from documented import FINDS_RANKS, PROJECT, Call, block, finish, hold_rank_0
 from light_agent import LIGHT_AGENT
 from slurm_cluster import SlurmCluster
+from waiting import wait_for
 
 README = (PROJECT / "README.md").read_text()
 TABLE = re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from own_loops import new_run
 from train_ranks import start_program
+from waiting import wait_for
 
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
@@ -33,7 +33,7 @@ def stop_and_resume(folder: Path, text: str) -> list[str]:
     attempt = run.attempt(0)
     attempt.path.mkdir(parents=True)
     process = _start(folder, log, program)
-    _wait_for(lambda: "trains" in log.read_text())
+    wait_for(lambda: "trains" in log.read_text())
     rank = Rank(process.pid, 0, 0, None, None, None)
     ranks = cast(LocalRanks, SimpleNamespace(living=[rank], unregistered=lambda: [rank]))
     warned: list[str] = []
@@ -43,7 +43,7 @@ def stop_and_resume(folder: Path, text: str) -> list[str]:
     )
     ending = ForcedEnd(ranks, stopping, attempt, trains_a_task=False, join_timeout=600.0, warn=warned.append)
     stopping.ask(PERSON)
-    _wait_for(lambda: ending.after_stop() is not None or not process.is_alive())
+    wait_for(lambda: ending.after_stop() is not None or not process.is_alive())
     heartbeat.close()
     for ended in process, _start(folder, log, program, "--resume"):
         ended.join(_PATIENCE)
@@ -57,10 +57,3 @@ def _start(folder: Path, log: Path, program: Path, *arguments: str) -> Any:
     log.touch()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PLACE": str(folder)}
     return start_program(environment, log, program, *arguments)
-
-
-def _wait_for(what: Any) -> None:
-    end = time.monotonic() + _PATIENCE
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)

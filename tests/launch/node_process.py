@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from light_agent import LIGHT_AGENT
+from waiting import wait_for
 
 from cluster_ddp.launch.processes import Process, marked_processes
 from cluster_ddp.run.directory import AttemptDirectory
@@ -20,15 +19,6 @@ from cluster_ddp.run.node_log import parse_line
 
 PROJECT = Path(__file__).parents[2]
 PATIENCE = 120.0
-
-
-def wait_until(what: str, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """Wait until the condition holds, and return its value."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return value
 
 
 class Node:
@@ -90,7 +80,7 @@ class Node:
 
     def wait_for(self, text: str, count: int | None = None) -> None:
         """Wait until all ranks (or `count` of them) have printed a text."""
-        wait_until(f"{text!r} in the logs", lambda: self.logs().count(text) >= (count or self.procs))
+        wait_for(lambda: self.logs().count(text) >= (count or self.procs), f"{text!r} in the logs")
 
     def finish(self, seconds: float = PATIENCE) -> tuple[int, str, str]:
         """Wait for the end: exit status, standard output and error."""

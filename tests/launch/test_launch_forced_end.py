@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from node_process import wait_until
+from waiting import wait_for
 
 from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch import forced_end
@@ -64,7 +64,7 @@ class LonelyAgent:
         with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
             self.heartbeat.slots[0].claim(rank=0, pid=process.pid)
             self.heartbeat.slots[0].set_phase(Phase.DONE if done else Phase.TRAINING)
-            wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)
+            wait_for(lambda: ranks.poll() == [] and ranks.living, "the rank is seen")
             process.kill()
         self.now = self.start = time.monotonic()
         if not alive:
@@ -189,7 +189,7 @@ def test_the_cpu_time_of_the_ranks_and_what_they_start_is_seen(tmp_path: Path) -
     text = "sleep 60 & while :; do :; done"
     ranks = LocalRanks(heartbeat, 1)
     with subprocess.Popen(["bash", "-c", text], env={**os.environ, **variables}, start_new_session=True) as process:
-        wait_until("it computes", lambda: ranks.cpu_seconds().get(process.pid, 0.0) > 0.1)
+        wait_for(lambda: ranks.cpu_seconds().get(process.pid, 0.0) > 0.1, "it computes")
         used = ranks.cpu_seconds()
         os.killpg(process.pid, signal.SIGKILL)
     assert len(used) == 2 and min(used.values()) < 0.1
@@ -254,7 +254,7 @@ class StoppedScript:
             *(ranks, self.stopping, attempt),
             **{"trains_a_task": False, "join_timeout": 600.0, "warn": self.warnings.append, "clock": lambda: self._now},
         )
-        wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)
+        wait_for(lambda: ranks.poll() == [] and ranks.living, "the rank is seen")
         self.process = process
         self.stopping.ask("person")
 

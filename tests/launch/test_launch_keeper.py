@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from starts import start
+from waiting import wait_for
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.allocation import SlurmAllocation
@@ -95,9 +96,7 @@ def test_a_look_at_storage_that_blocks_is_given_up_and_not_repeated_while_it_is_
     assert host.glance(_raise) is None
     back.set()
     assert ended.wait(60)
-    deadline = time.monotonic() + 60
-    while host.glance(lambda: "seen again") != "seen again":
-        assert time.monotonic() < deadline
+    wait_for(lambda: host.glance(lambda: "seen again") == "seen again", seconds=60)
 
 
 def _raise() -> None:

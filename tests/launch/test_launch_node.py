@@ -17,7 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from node_process import Node, wait_until
+from node_process import Node
+from waiting import wait_for
 
 from cluster_ddp.launch import node_failures
 from cluster_ddp.launch.agent_failure import AgentFailure
@@ -37,7 +38,7 @@ FOREVER = "100000"
 def test_ranks_that_work_to_the_end_are_relayed_reported_shared_and_leave_nothing_behind(start_node: Start) -> None:
     # The status of a rank that has done its work says nothing. The run is shared, and so are the logs of its ranks.
     node = start_node("heartbeat_rank.py", "5", "abort", storage={"mode": "group"})
-    wait_until("a heartbeat file", node.heartbeat)
+    wait_for(node.heartbeat, "a heartbeat file")
     heartbeat = node.heartbeat()
     status, out, _ = node.finish()
     assert (status, node.ended_as()) == (0, "done")
@@ -78,7 +79,7 @@ def test_a_second_signal_means_at_once_and_a_third_ends_what_is_left(start_node:
     node.wait_for("begins")
     for level in (1, 2):
         os.kill(node.pid, signal.SIGINT)
-        wait_until(f"level {level}", lambda level=level: len(node.events("stop-requested")) == level)
+        wait_for(lambda level=level: len(node.events("stop-requested")) == level, f"level {level}")
     os.kill(node.pid, signal.SIGINT)
     status, _, _ = node.finish(10)
     assert (status, node.ended_as()) == (1, "killed")
@@ -90,7 +91,7 @@ def test_the_stop_file_reaches_the_ranks_and_can_be_sharpened(start_node: Start)
     node = start_node("heartbeat_rank.py", FOREVER, "deaf", light=True)
     node.wait_for("begins")
     request_stop(node.attempt, reason=PERSON, by="test")
-    wait_until("a request", lambda: node.events("stop-requested"))
+    wait_for(lambda: node.events("stop-requested"), "a request")
     time.sleep(1.5)
     assert node.process.poll() is None
     request_stop(node.attempt, reason=PERSON, level=AT_ONCE, grace=1.0, by="test")
@@ -193,7 +194,7 @@ def test_nothing_survives_the_node_program(start_node: Start, script: str, args:
     assert len(pids) == (1 if light else 5)  # the agent, and two ranks with a helper each
     pids += [int(node.logs().rpartition("begins as ")[2])] if light else []
     os.kill(node.pid, signal.SIGKILL)
-    wait_until("all gone", lambda: not any(map(is_alive, pids)), 8)
+    wait_for(lambda: not any(map(is_alive, pids)), "all gone", 8)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_a_torch_that_refuses_its_environment_says_so(start_node: Start) -> None
 
 def test_a_stop_before_the_nodes_have_met_ends_the_waiting(start_node: Start) -> None:
     node = start_node("heartbeat_rank.py", FOREVER, nodes=2)
-    wait_until("the start", lambda: node.events("node-started"))
+    wait_for(lambda: node.events("node-started"), "the start")
     os.kill(node.pid, signal.SIGTERM)
     status, _, _ = node.finish(12)
     assert (status, node.ended_as()) == (0, "stopped")

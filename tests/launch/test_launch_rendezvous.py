@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_process import Node, wait_until
+from node_process import Node
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from waiting import wait_for
 
 from cluster_ddp.launch import rendezvous
 from cluster_ddp.launch.agent_failure import Meeting
@@ -68,8 +69,8 @@ def state_keys(store: TCPStore) -> list[str]:
 def test_what_a_stranger_puts_into_the_store_is_never_unpickled(start_node: Start, tmp_path: Path) -> None:
     done = tmp_path / "done"
     node = start_node("plain_rank.py", nodes=2)  # it waits for the other one
-    store = wait_until("the store", lambda: connected(*endpoint(node)))
-    (key,) = wait_until("the agent in the store", lambda: state_keys(store))
+    store = wait_for(lambda: connected(*endpoint(node)), "the store")
+    (key,) = wait_for(lambda: state_keys(store), "the agent in the store")
     store.set(key, base64.b64encode(pickle.dumps(Attack(done))).decode())
     status, _, err = node.finish()
     assert status == 1
@@ -81,8 +82,8 @@ def test_what_a_stranger_puts_into_the_store_is_never_unpickled(start_node: Star
 @needs_keys
 def test_the_key_is_nobody_elses_to_read_and_the_id_in_the_store_cannot_be_guessed(start_node: Start) -> None:
     node = start_node("plain_rank.py", nodes=2)
-    store = wait_until("the store", lambda: connected(*endpoint(node)))
-    (key,) = wait_until("the agent in the store", lambda: state_keys(store))
+    store = wait_for(lambda: connected(*endpoint(node)), "the store")
+    (key,) = wait_for(lambda: state_keys(store), "the agent in the store")
     file = node.attempt.rendezvous_key
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and file.stat().st_uid == os.getuid()
     lines = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in node.tree()]
@@ -141,9 +142,9 @@ def meet(
 
     for name in ("host", "behind"):
         threading.Thread(target=agent, args=(name,), name=name, daemon=True).start()
-    wait_until("the first agent has met the other", lambda: "host" in found)
+    wait_for(lambda: "host" in found, "the first agent has met the other")
     if found["host"] == 2:
-        wait_until("so has the other", lambda: "behind" in found)
+        wait_for(lambda: "behind" in found, "so has the other")
     return [found["host"], found.get("behind", 0)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from run_builders import begin, begin_dead, hide
+from waiting import wait_for
 
 from cluster_ddp.run import attempt as attempt_module
 from cluster_ddp.run.attempt import request_resume
@@ -341,10 +342,7 @@ def test_a_process_that_ended_is_dead_even_before_it_is_reaped() -> None:
         assert is_alive(identity) is True
         assert process.stdin is not None
         process.stdin.close()
-        deadline = time.monotonic() + 30
-        while is_alive(identity):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: not is_alive(identity), seconds=30)
     assert is_alive(identity) is False
     assert is_alive(identify(process.pid)) is False
 

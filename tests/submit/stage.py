@@ -12,11 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from failure_causes import with_cause
+from waiting import wait_for
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
@@ -213,10 +214,11 @@ class Stage:
 
     def wait_for_training(self) -> None:
         """Wait until srun is running."""
-        deadline = time.monotonic() + PATIENCE
-        while not (self.folder / "training").exists():
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
+        self.wait_for(lambda: (self.folder / "training").exists())
+
+    def wait_for(self, ready: Callable[[], object]) -> None:
+        """Wait until something holds; otherwise say what the script has printed."""
+        wait_for(ready, lambda: self.output)
 
     @property
     def output(self) -> str:

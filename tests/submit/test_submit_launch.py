@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from same_training import newest_tensors, training_values
 from slurm_cluster import why_unavailable
 from training_job import write_job
 from virtual_hosts import Network
+from waiting import PATIENCE, wait_for
 
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
@@ -26,7 +26,6 @@ from cluster_ddp.submit.arrivals import parse_arrival
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
-PATIENCE = 240.0
 ON_LOOPBACK = ("--master-addr", "127.0.0.1")
 
 Call = Callable[..., "subprocess.Popen[str]"]
@@ -77,13 +76,6 @@ def script(tmp_path: Path) -> Path:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
-
-
-def wait_for(ready: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not ready():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 def trained(run: RunDirectory) -> int:

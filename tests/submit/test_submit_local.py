@@ -11,13 +11,13 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from light_agent import LIGHT_AGENT
+from waiting import wait_for
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.processes import is_alive
@@ -81,13 +81,9 @@ def the_run(folder: Path) -> RunDirectory:
 
 def wait_for_steps(folder: Path, attempt: int = 0) -> RunDirectory:
     """Wait until rank 0 of an attempt has trained ten steps."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        for log in folder.glob(f"runs/*/attempts/{attempt:03d}/node-*.log"):
-            if "step 10" in log.read_text():
-                return the_run(folder)
-        assert time.monotonic() < end, "no steps"
-        time.sleep(0.05)
+    logs = f"runs/*/attempts/{attempt:03d}/node-*.log"
+    wait_for(lambda: any("step 10" in log.read_text() for log in folder.glob(logs)), "steps")
+    return the_run(folder)
 
 
 def children_of_run(run: RunDirectory) -> list[int]:
@@ -175,10 +171,7 @@ def test_nothing_survives_the_supervisor(call: Call, tmp_path: Path) -> None:
     process = call("local", "job.yaml", "--nodes", "2", "--procs", "1", "--set", "args=['100000']")
     run = wait_for_steps(tmp_path)
     process.kill()
-    end = time.monotonic() + 10
-    while left := children_of_run(run):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    wait_for(lambda: not children_of_run(run), lambda: f"the end of {children_of_run(run)}", 10)
     assert not is_alive(process.pid)
     assert describe(run, None).state in (RunState.LOST, RunState.FAILED, RunState.STOPPED)
 
@@ -295,10 +288,8 @@ def test_restarted_ranks_of_two_nodes_meet_again_where_only_this_machine_can_rea
         *(word for setting in settings for word in ("--set", setting)),
         within=("unshare", "--net", "sh", "-c", network, "sh"),
     )
-    end = time.monotonic() + PATIENCE
-    while len(list(tmp_path.glob("again-*"))) < 2:
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.05)
+    wait_for(lambda: len(list(tmp_path.glob("again-*"))) == 2 or process.poll() is not None, "both ranks again")
+    assert process.poll() is None
     listening = []
     for table in ("tcp", "tcp6"):
         lines = Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stage import CANCELLED, DONE, FOR_EVER, PATIENCE, TAKEN_BACK, TIME_LIMIT, UNTIL_STOPPED, Stage, event
+from stage import CANCELLED, DONE, FOR_EVER, TAKEN_BACK, TIME_LIMIT, UNTIL_STOPPED, Stage, event
 
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import read_stop
@@ -27,10 +27,7 @@ def reason(stage: Stage) -> str | None:
 
 def wait_for_reason(stage: Stage, wanted: str) -> None:
     """Wait until training has been asked to stop for this reason."""
-    deadline = time.monotonic() + PATIENCE
-    while reason(stage) != wanted:
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
+    stage.wait_for(lambda: reason(stage) == wanted)
 
 
 def test_a_complete_run_ends_the_job(stage: Stage) -> None:
@@ -162,10 +159,7 @@ def test_a_scancel_after_the_warning_is_final(stage: Stage) -> None:
     process = stage.start(stage.write())
     stage.wait_for_training()
     process.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + PATIENCE
-    while reason(stage) != "time-limit":
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.02)
+    wait_for_reason(stage, "time-limit")
     stage.does(job=CANCELLED)
     process.send_signal(signal.SIGTERM)
     assert stage.finish(process) == 0

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stage import CANCELLED, CRASH, DONE, PATIENCE, TIME_LIMIT, UNTIL_STOPPED, Stage, event
+from stage import CANCELLED, CRASH, DONE, TIME_LIMIT, UNTIL_STOPPED, Stage, event
 
 
 def test_of_an_array_only_this_task_is_requeued(stage: Stage) -> None:
@@ -34,10 +34,7 @@ def test_a_requeue_waits_for_the_controller(stage: Stage) -> None:
     """It is tried until the allocation is nearly over, and meanwhile `status` says what the job waits for."""
     stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
     process = stage.start(stage.write())
-    deadline = time.monotonic() + PATIENCE
-    while len(stage.requeues()) < 4:
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
+    stage.wait_for(lambda: len(stage.requeues()) >= 4)
     assert "requeued" not in stage.events()
     status = stage.status()
     assert status["state"] == "RUNNING"
@@ -51,10 +48,7 @@ def test_a_requeue_is_tried_beyond_a_time_limit_that_may_have_been_changed(stage
     """While the controller is away, nobody tells of the new limit, and nobody ends the job by the old one."""
     stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
     process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time()) + 1))
-    deadline = time.monotonic() + PATIENCE
-    while len(stage.requeues()) < 3:
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
+    stage.wait_for(lambda: len(stage.requeues()) >= 3)
     stage.does(requeue_status="0")
     assert stage.finish(process) == 0, stage.output
     assert stage.events()[-1] == "requeued"
@@ -84,10 +78,7 @@ def test_the_sigterm_of_the_requeue_itself_harms_nothing(stage: Stage) -> None:
 def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:
     stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
     process = stage.start(stage.write())
-    deadline = time.monotonic() + PATIENCE
-    while not stage.requeues():
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
+    stage.wait_for(stage.requeues)
     stage.does(job=CANCELLED)
     assert stage.finish(process) == 0
     assert "not requeued: its owner has ended it meanwhile" in stage.output

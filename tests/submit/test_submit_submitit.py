@@ -16,13 +16,14 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from light_agent import LIGHT_AGENT
 from stage import replace_file
+from waiting import wait_for
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.ports import job_port
@@ -143,15 +144,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         process.wait()
-
-
-def wait_for(ready: Callable[[], T | None], what: str) -> T:
-    end = time.monotonic() + PATIENCE
-    while True:
-        if value := ready():
-            return value
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
 
 
 def wait_for_steps(run: RunDirectory, attempt: int = 0) -> None:

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from light_agent import LIGHT_AGENT
+from waiting import wait_for
 
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord, change_sweep
 from cluster_ddp.submit.sweep_here import Place, SweepHere
@@ -79,10 +79,8 @@ def test_two_at_once_and_only_what_is_missing_again(here: Path, monkeypatch: pyt
     # The third is new. Ctrl-C is for it, too; what it has saved is not lost.
     running = start(here, *sweep, "args=[150],[160],[170]")
     (folder,) = (here / "runs").iterdir()
-    deadline = time.monotonic() + PATIENCE
-    while not (folder / "0002-args=170" / "attempts").exists() or not list(folder.glob("0002*/attempts/000")):
-        assert time.monotonic() < deadline and running.poll() is None
-        time.sleep(0.05)
+    wait_for(lambda: list(folder.glob("0002-args=170/attempts/000")) or running.poll() is not None, "the third")
+    assert running.poll() is None
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=PATIENCE)
     assert running.returncode in (0, 5)  # it may have been over before

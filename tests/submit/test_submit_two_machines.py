@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,16 @@ import pytest
 from light_agent import LIGHT_AGENT
 from same_training import lines, newest_manifest
 from training_job import write_job
+from waiting import PATIENCE, wait_for
 
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.lineage import read_origin
 from cluster_ddp.run.runs import list_runs
 
-PATIENCE = 240.0
 SMALL: dict[str, Any] = {
     "launch": {"procs_per_node": 1}, "train": {"epochs": 1}, "checkpoint": {"every_steps": 5}, "log": {"every_steps": 1}
 }  # fmt: skip
-
-
-def wait_for(ready: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not ready():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 def told(run: RunDirectory, name: str, attempt: int) -> list[dict[str, Any]]:

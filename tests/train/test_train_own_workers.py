@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from own_loops import begin_attempt, new_run, tensors
 from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import run_ranks
+from waiting import wait_for
 
 from cluster_ddp.train import join_run
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy
@@ -114,10 +114,7 @@ def test_workers_end_with_a_rank_that_is_killed(context: str, tmp_path: Path) ->
         assert rank.stdout is not None
         workers = rank.stdout.readline().split()
     assert len(workers) == 1
-    end = time.monotonic() + PATIENCE
-    while any(is_alive(worker.decode()) for worker in workers):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: not any(is_alive(worker.decode()) for worker in workers), "the end of the workers", PATIENCE)
 
 
 def is_alive(process: str) -> bool:
