@@ -12,11 +12,14 @@ from collections.abc import Callable
 
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+ON_LOOPBACK = {ADDRESS_VARIABLE: LOOPBACK, "NCCL_SOCKET_IFNAME": _INTERFACE, "GLOO_SOCKET_IFNAME": _INTERFACE}
+"""The variables of nodes that are all on this machine."""
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # the discard service's; connecting a UDP socket sends nothing

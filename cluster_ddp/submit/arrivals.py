@@ -126,7 +126,7 @@ class Meeting:
         while True:
             waiting = [self._own, *(arrival for arrival in self._others() if self._lives(arrival))]
             self._refuse_other_sizes(waiting)
-            there = {node: [arrival for arrival in waiting if arrival.node == node] for node in range(self.nodes)}
+            there = self._by_node(waiting)
             if all(len(starts) == 1 for starts in there.values()):
                 return [starts[0] for starts in there.values()]
             self._wait_for(_what_is_missing(there, self.procs), deadline, patience)
@@ -154,9 +154,11 @@ class Meeting:
                     )
             others = self._others()
             self._refuse_other_sizes([arrival for arrival in others if arrival.node == 0 and self._lives(arrival)])
-            arrivals = [self._own, *others]
-            there = {node: [arrival for arrival in arrivals if arrival.node == node] for node in range(self.nodes)}
-            self._wait_for(_what_is_missing(there, self.procs) or "node 0 to begin", deadline, patience)
+            missing = _what_is_missing(self._by_node([self._own, *others]), self.procs)
+            self._wait_for(missing or "node 0 to begin", deadline, patience)
+
+    def _by_node(self, arrivals: Sequence[Arrival]) -> dict[int, list[Arrival]]:
+        return {node: [arrival for arrival in arrivals if arrival.node == node] for node in range(self.nodes)}
 
     def _port_if_mine(self, attempt: AttemptDirectory) -> int | None:
         noted = read_json_object(attempt.nodes_file) or {}

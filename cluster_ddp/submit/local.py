@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
+from cluster_ddp.launch.address import LOOPBACK, ON_LOOPBACK
 from cluster_ddp.launch.environment import busy_beside, omp_threads
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.script_outcome import record_script_outcome
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
-from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.condense import conclude
@@ -80,9 +79,7 @@ class LocalStart:
     def variables(self, node: int) -> dict[str, str]:
         """Return the variables set for one node in addition to this process's environment."""
         variables = {
-            ADDRESS_VARIABLE: LOOPBACK,
-            "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-            "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+            **ON_LOOPBACK,
             "OMP_NUM_THREADS": omp_threads(
                 self.nodes * self.procs, busy_beside(self.spec, on_gpus=bool(self.gpus[node]))
             ),

@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
+from cluster_ddp.launch.address import ON_LOOPBACK
 from cluster_ddp.launch.lost_nodes import record_silent_node
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port, is_free
 from cluster_ddp.launch.script_outcome import record_script_outcome
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes, gives_sign_of_life
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
-from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, refuse_alive, request_resume
@@ -104,10 +103,7 @@ class ManualStart:
 
     def variables(self, node: int) -> dict[str, str]:
         """Return the variables set in addition to this process's environment: all nodes may be on this machine."""
-        if not _is_loopback(self.master):
-            return {}
-        interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), LOOPBACK_INTERFACE)
-        return {ADDRESS_VARIABLE: LOOPBACK, **interfaces}
+        return dict(ON_LOOPBACK) if _is_loopback(self.master) else {}
 
 
 def plan_manual(
