@@ -256,6 +256,8 @@ class OptimizerState:
             for name, value in inner_parts(optimizer)
             if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and not are_hooks(value)
         }
+        # Numbers among the saved states cannot be told from others by their ids.
+        attributes["state"] = {key: state for key, state in optimizer.state.items() if id(state) not in saved}
         attributes |= {  # settings that no checkpoint can contain, such as a function or an object of the user's
             f"groups.{number}.{key}": value
             for number, first in enumerate(self._first)

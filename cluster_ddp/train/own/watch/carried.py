@@ -73,8 +73,8 @@ def _of_environments() -> str:
         return ""
     names = ", ".join(sorted(found))
     return (
-        f". The state of {names} also starts over: begin each step with reset(), and with a seed from the step's number "
-        "unless it draws from the global generators"
+        f". The state of {names} also starts over: begin each step with reset(), and with a seed from the step's "
+        "number unless it draws from the global generators"
     )
 
 
