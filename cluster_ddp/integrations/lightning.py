@@ -313,9 +313,11 @@ def _refuse_callbacks(trainer: Any) -> None:
 
 def _refuse_unsupported(trainer: Any) -> None:
     strategy = type(trainer.strategy).__name__
+    is_twice = sum(isinstance(callback, ResumeExactly) for callback in trainer.callbacks) > 1
     for what, there, remedy in (
         (f"strategy {strategy}", strategy not in ("DDPStrategy", "SingleDeviceStrategy"), 'take strategy="ddp"'),
         ("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs, "leave it out"),
+        ("two ResumeExactly()", is_twice, "give it one"),
         ("fit(ckpt_path=...)", trainer.ckpt_path, "leave it out: fit() resumes from the run's own checkpoints"),
     ):
         if there:

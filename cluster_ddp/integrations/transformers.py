@@ -360,8 +360,10 @@ def _trainer_above(frame: FrameType | None, callback: ResumeExactly) -> Any:
 
 def _refuse_unsupported(trainer: Any) -> None:
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    is_twice = sum(isinstance(callback, ResumeExactly) for callback in trainer.callback_handler.callbacks) > 1
     for what, there, remedy in (
         ("an IterableDataset", is_stream, "make it map-style, or write the loop with run.resumable()"),
+        ("two ResumeExactly()", is_twice, "give it one"),
         ("DeepSpeed", trainer.is_deepspeed_enabled, "use DDP"),
         ("FSDP", trainer.is_fsdp_enabled, "use DDP"),
         ("DataParallel", trainer.args.n_gpu > 1, "start one process for each GPU, as cluster-ddp and torchrun do"),

@@ -9,6 +9,7 @@ import sysconfig
 import time
 import traceback
 from pathlib import Path
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def record_failure(
 
         get_error_handler().record_exception(error)
     if not isinstance(error, ClusterDDPError):
-        traceback.print_exception(error)
+        traceback.print_exception(type(error), error, _from_program(error))
     say(f"cluster_ddp: rank {world.rank}: {text}")
     if writer is not None:
         comes_back = isinstance(error, ClusterDDPError) and error.comes_back
@@ -183,10 +184,22 @@ def _place(error: BaseException) -> str:
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(("<", *_LIBRARIES))
-        and _PACKAGES.isdisjoint(Path(frame.f_code.co_filename).parts)
+        if _is_of_program(frame)
     ]
     return f"\n    ({Path(lines[-1][0]).name}, line {lines[-1][1]})" if lines else ""
+
+
+def _from_program(error: BaseException) -> TracebackType | None:
+    """The traceback from the program's first line on; all of it if only libraries ran."""
+    found = error.__traceback__
+    while found is not None and not _is_of_program(found.tb_frame):
+        found = found.tb_next
+    return found or error.__traceback__
+
+
+def _is_of_program(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not file.startswith(("<", *_LIBRARIES)) and _PACKAGES.isdisjoint(Path(file).parts)
 
 
 def _advice(error: BaseException, text: str) -> str | None:

@@ -278,8 +278,9 @@ class Saving:
             self._warned.update(names)
             self.warn(
                 f"training changes {listed(names, MAX_NAMES)}, which no checkpoint contains: a resume is exact only if "
-                "no step depends on it. Otherwise make it a buffer of the model, or include it in the state_dict() of "
-                "the task, of the optimizer, or of something else that is passed in"
+                "no step depends on it, or if it is set from the number of the step or of the epoch before each use. "
+                "Otherwise make it a buffer of the model, or include it in the state_dict() of the task, of the "
+                "optimizer, or of something else that is passed in"
             )
 
     def note_restored(self) -> None:

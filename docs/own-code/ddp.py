@@ -47,7 +47,8 @@ def main(epochs):
     model = torch.nn.Linear(20, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
-    Trainer(model, loader, optimizer, save_every=2).train(epochs)
+    trainer = Trainer(model, loader, optimizer, save_every=2)
+    trainer.train(epochs)
     dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("-b", "--batch-size", type=int, default=32, help="of all ranks together")
 parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--workers", type=int, default=2)
+parser.add_argument("--seed", type=int)
 
 
 class Pictures(Dataset):
@@ -53,9 +54,10 @@ class AverageMeter:
 
 def main():
     args = parser.parse_args()
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
     dist.init_process_group()
     world_size = dist.get_world_size()
-    best_acc1 = 0.0
 
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
@@ -71,6 +73,7 @@ def main():
     train_sampler = DistributedSampler(train_dataset)
     train_loader = DataLoader(train_dataset, batch_size, sampler=train_sampler, num_workers=args.workers)
     val_loader = DataLoader(val_dataset, batch_size)
+    best_acc1 = 0.0
 
     for epoch in range(args.epochs):
         train_sampler.set_epoch(epoch)

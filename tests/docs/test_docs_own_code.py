@@ -37,7 +37,7 @@ PAGE = (PROJECT / "docs" / "own-code.md").read_text()
 # Arguments; updates of the whole training, and those after which it is killed and stopped: in the middle of an epoch.
 PROGRAMS = {
     "ddp": (["3"], 24, 11, 18),
-    "imagenet": (["--epochs", "3", "--workers", "2"], 24, 11, 18),
+    "imagenet": (["--epochs", "3", "--workers", "2", "--seed", "1"], 24, 11, 18),
     "dcgan": (["3"], 48, 23, 36),
     "nanogpt": (["19"], 20, 7, 13),
     "accelerated": (["4"], 20, 8, 13),

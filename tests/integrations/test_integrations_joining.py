@@ -49,10 +49,12 @@ def test_an_iterable_data_set_is_refused() -> None:
         map_batches(DataLoader(Rows()), 1)
 
 
-def test_a_trainer_over_an_iterable_data_set_is_refused_as_it_is_made(tmp_path: Path) -> None:
+def test_a_trainer_that_cannot_be_exact_is_refused_as_it_is_made(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from cluster_ddp.integrations.transformers import ResumeExactly
 
     args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
     with pytest.raises(TrainError, match="a Trainer with an IterableDataset exactly: make it map-style"):
         transformers.Trainer(torch.nn.Linear(1, 1), args, train_dataset=Rows(), callbacks=[ResumeExactly()])
+    with pytest.raises(TrainError, match=r"a Trainer with two ResumeExactly\(\) exactly: give it one"):
+        transformers.Trainer(torch.nn.Linear(1, 1), args, callbacks=[ResumeExactly(), ResumeExactly()])

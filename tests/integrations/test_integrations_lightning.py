@@ -28,6 +28,7 @@ SETTINGS = {
     "takes one training DataLoader, and there are 2: let one data set provide all samples": {"several": True},
     "reload_dataloaders_every_n_epochs exactly: leave it out": {"ends": {"reload_dataloaders_every_n_epochs": 1}},
     "give the Trainer max_epochs or max_steps": {"ends": {"max_epochs": -1}},
+    "two ResumeExactly() exactly: give it one": {"kind": "ResumeExactly"},
 }
 
 
@@ -107,7 +108,9 @@ def fit(
     model = Classifier()
     data = TensorDataset(torch.rand(16, 4), torch.arange(16) % 3)
     train = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
-    made = {"Average": Average, "Keeping": Keeping}.get(kind) or getattr(callbacks, kind)
+    made = {"Average": Average, "Keeping": Keeping, "ResumeExactly": ResumeExactly}.get(kind) or getattr(
+        callbacks, kind
+    )
     trainer = L.Trainer(
         **(ends or {"max_epochs": 3}), accelerator="cpu", devices=1, num_sanity_val_steps=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

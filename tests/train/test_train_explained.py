@@ -114,6 +114,18 @@ def test_a_key_error_in_collate_is_the_users_own() -> None:
     assert "collate" in [entry.name for entry in raised.traceback]
 
 
+def test_what_is_printed_of_an_error_begins_at_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "mine.py"
+    program.write_text("from cluster_ddp.train import join_run\n\nwith join_run('here'):\n    [][3]\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(program))
+    head, first, *_ = capfd.readouterr().err.splitlines()
+    assert (head, first) == ("Traceback (most recent call last):", f'  File "{program}", line 4, in <module>')
+
+
 def test_a_refusal_names_the_line_of_the_program_that_led_to_it(tmp_path: Path) -> None:
     """Not the package's own, nor that of a library; also where the program lies in a folder with a like name."""
     program = tmp_path / "cluster_ddp_jobs" / "mine.py"

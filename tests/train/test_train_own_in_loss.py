@@ -101,6 +101,29 @@ def plays(model: nn.Module, once: Any, *, again: bool) -> None:
         loss.backward()
 
 
+class Stroll(Walk):
+    """Draws from the global generator, and may count its episodes."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        self.counts, self.episodes = counts, 0
+
+    def reset(self) -> None:  # type: ignore[override]
+        self.at = 0.0
+        if self.counts:
+            self.episodes += 1
+
+    def step(self, action: torch.Tensor) -> torch.Tensor:
+        self.at += float(np.random.normal())
+        return action * self.at * (1 + self.episodes)
+
+
+def strolls(model: nn.Module, once: Any, env: Stroll) -> None:
+    for batch in once:
+        env.reset()
+        loss = env.step(model(batch)).sum()
+        loss.backward()
+
+
 def plays_anew(model: nn.Module, once: Any) -> None:
     env = Walk()
     for number, batch in enumerate(once):
@@ -223,6 +246,8 @@ def only_prints(model: nn.Module, once: Any) -> None:
         (lambda model, once: plays(model, once, again=False), ["change env,"]),
         (lambda model, once: plays(model, once, again=True), ["change env,"]),
         (plays_anew, []),
+        (lambda model, once: strolls(model, once, Stroll()), []),
+        (lambda model, once: strolls(model, once, Stroll(counts=True)), ["change env,"]),
         (weighs_by_earlier_losses, ["change losses, weights,"]),
         (keeps_features, ["change bank,"]),
         (perturbs, ["change delta,"]),

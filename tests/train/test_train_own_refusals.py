@@ -111,7 +111,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=opt, best=0.5, epochs=1), "run.keep(best=...)"),
     "no optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, epochs=1), "give optimizer="),
     "no module": (lambda run, model, opt: run.resumable(
-        plain(), model=nn.Linear(2, 2), optimizer=opt, epochs=1), "optimizer trains parameters that belong to none"),
+        plain(), model=model.state_dict(), optimizer=opt, epochs=1),
+        "optimizer trains parameters that belong to none of the modules passed in: pass in the module that holds them "
+        "(model=model;"),
     "forgetful": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=opt, counter=Forgetful(), epochs=1),
         "load_state_dict() of counter does not restore"),

@@ -27,7 +27,9 @@ class Kept(own_kept.Kept):
 
 def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
     """Epochs of two batches; the first looks at the loop around it after each."""
-    saved = Saved([MODEL])
+    kept = own_kept.KeptValues()
+    kept.add({"mode": "first"})  # equal to a variable of one of the loops
+    saved = Saved([MODEL], kept)
     watches = [
         watch_counts(Saved(), messages.append),
         watch_loss(saved, messages, messages.append),

@@ -21,6 +21,7 @@ from cluster_ddp.train import update
         ("a list that its groups share", "task.losses"),
         ("a number in itself that it never reads", "optimizer.before, task.losses"),
         ("state: own extras", "task.losses"),
+        ("numbers instead of tensors", "task.losses"),
         ("SGD momentum", "task.losses"),
     ],
 )

@@ -82,7 +82,7 @@ def _muon(model: nn.Module, lr: float) -> Optimizer:
 
 
 class CountsForItself(Optimizer):
-    """Keeps numbers, not tensors, per parameter, and one in the group."""
+    """Keeps numbers, not tensors, per parameter, one in the group, and one for all."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "updates": 0})
@@ -91,12 +91,13 @@ class CountsForItself(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["updates"] += 1
+            self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload, operator]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
                 state["count"] = state.get("count", 0) + 1
-                parameter -= group["lr"] / (state["count"] + group["updates"]) * parameter.grad
+                parameter -= group["lr"] / (state["count"] + group["updates"]) * parameter.grad / self.state["steps"]  # type: ignore[index, operator]
 
 
 class Keeps(Optimizer):

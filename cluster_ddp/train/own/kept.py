@@ -17,6 +17,8 @@ from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.values import tensors_in
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
+_SHARED = (int, float, complex, str, bytes, type(None))
+
 
 class Kept(SimpleNamespace):
     """The kept values, as attributes; returned by `ScriptRun.keep`."""
@@ -48,8 +50,8 @@ class KeptValues:
         return vars(self._kept)
 
     def keeps(self, value: Any) -> bool:
-        """Whether this very object is among the values."""
-        return any(value is kept for kept in self.values.values())
+        """Whether this very object is among the values; equal numbers and strings may be one object by chance."""
+        return not isinstance(value, _SHARED) and any(value is kept for kept in self.values.values())
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors among the values."""

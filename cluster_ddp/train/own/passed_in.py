@@ -207,9 +207,10 @@ class PassedIn:
         for name, optimizer in optimizers.items():
             if any(id(weight) not in known for weight in parameters_of(optimizer)):
                 raise TrainError(
-                    f"{name} trains parameters that belong to none of the modules passed in: pass in that module too, "
-                    "under its own name (head=head), or, for bare parameters such as an image, a "
-                    "torch.nn.ParameterList (image=ParameterList([image]))"
+                    f"{name} trains parameters that belong to none of the modules passed in: pass in the module that "
+                    "holds them (model=model; a second one under its own name, head=head), not its class or its "
+                    "state_dict(), or, for bare parameters such as an image, a torch.nn.ParameterList "
+                    "(image=ParameterList([image]))"
                 )
 
 

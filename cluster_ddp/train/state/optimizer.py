@@ -165,8 +165,8 @@ class OptimizerState:
         now = type(self.optimizer).__qualname__
         if (was := scalars.get("optimizer_class", now)) != now:  # older versions did not write it
             raise TaskError(
-                f"the checkpoint contains the state of {was}, which {now} cannot continue with: let optimizer() make "
-                f"{was} as before, or start a new run"
+                f"the checkpoint contains the state of {was}, which {now} cannot continue with: use {was} as "
+                "before, or start a new run"
             )
         self._refuse_others(scalars.get("optimizer_without"))
         left = dict(tensors)
@@ -184,7 +184,7 @@ class OptimizerState:
             by_name[fqn] = {**by_name.get(fqn, {}), **state} if type(state) is dict else state
         if any(settings) and len(settings) != len(self.optimizer.param_groups):
             raise TaskError(
-                f"the checkpoint is of an optimizer with {len(settings)} parameter groups, optimizer() now makes "
+                f"the checkpoint is of an optimizer with {len(settings)} parameter groups, and now there are "
                 f"{len(self.optimizer.param_groups)}: divide the parameters as before, or start a new run"
             )
         if own or self._own_methods:
@@ -256,6 +256,8 @@ class OptimizerState:
             for name, value in inner_parts(optimizer)
             if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and not are_hooks(value)
         }
+        # Numbers among the saved states cannot be told from others by their ids.
+        attributes["state"] = {key: state for key, state in optimizer.state.items() if id(state) not in saved}
         attributes |= {  # settings that no checkpoint can contain, such as a function or an object of the user's
             f"groups.{number}.{key}": value
             for number, first in enumerate(self._first)
@@ -347,9 +349,8 @@ class OptimizerState:
             gone, added = sorted(now - set(without)), sorted(set(without) - now)
             changes = [f"without {listed(gone)}"] * bool(gone) + [f"with {listed(added)} besides"] * bool(added)
             raise TaskError(
-                f"optimizer() now makes an optimizer {' and '.join(changes)}, other than the one that was saved: hold "
-                "the same parameters as before (those that are not to be trained with requires_grad=False), or start "
-                "a new run"
+                f"the optimizer is now {' and '.join(changes)}, other than the one that was saved: hold the same "
+                "parameters as before (those that are not to be trained with requires_grad=False), or start a new run"
             )
 
     def _own(self) -> dict[str, Any]:

@@ -72,7 +72,10 @@ def _of_environments() -> str:
     if not found:
         return ""
     names = ", ".join(sorted(found))
-    return f". The state of {names} also starts over: call reset(seed=...) with a seed from the step's number first"
+    return (
+        f". The state of {names} also starts over: begin each step with reset(), and with a seed from the step's "
+        "number unless it draws from the global generators"
+    )
 
 
 def _carried(code: CodeType, at: int) -> list[str]:

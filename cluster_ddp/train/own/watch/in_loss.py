@@ -84,7 +84,9 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
     if not text.loops:
         return
     setting = (text.loops[0], *below(text.loops[0], text.parents))
-    set_here = {name.partition("[")[0] for node in setting for name in assigned(node)} | reset_each_time(text)
+    resets = reset_each_time(text)
+    set_here = {name.partition("[")[0] for node in setting for name in assigned(node)}
+    set_here |= {name for name, is_seeded in resets.items() if is_seeded}
     feeding = feeding_loss(text)
     for name in feeding.names:
         parts = name.split(".")
@@ -101,7 +103,7 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
                 name = name.rpartition(".")[0]
                 found = value_of(name, frame)
             if not is_saved(name, frame, saved.things) and _may_be_unsaved(found, saved):
-                yield name, _contents(found)
+                yield name, _contents(found, without=_set_by_reset(found) if name in resets else set())
 
 
 def _may_be_unsaved(found: Any, saved: Saved) -> bool:
@@ -133,9 +135,10 @@ def _runs_loop(value: Any) -> bool:
     )
 
 
-def _contents(value: Any) -> _Parts:
+def _contents(value: Any, without: set[str]) -> _Parts:
     """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
     parts = [(key, part) for key, part in _parts_of(value)[-_MAX_PARTS:] if getattr(part, "grad_fn", None) is None]
+    parts = [(key, part) for key, part in parts if key not in without]
     return {key: part if type(part) in (int, float) else fingerprint_of(part) for key, part in parts}
 
 
@@ -153,6 +156,13 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     own = {name for kind in type(value).__mro__ if is_own_class(kind) for name in _builds_on_itself(kind)}
     return [(name, part) for name, part in vars(value).items() if name in own]
+
+
+def _set_by_reset(value: Any) -> set[str]:
+    """The attributes that an object's `reset` sets whatever happens."""
+    methods = tree_of_object(getattr(type(value), "reset", None)).body
+    statements = (statement for method in methods for statement in getattr(method, "body", []))
+    return {name.partition(".")[2] for statement in statements for name in assigned(statement)}
 
 
 def _builds_on_itself(kind: type) -> Iterator[str]:

@@ -106,9 +106,9 @@ def _is_unsaved(name: str, frame: FrameType, saved: Saved) -> bool:
     found, owner = _now(name, frame), name.rpartition(".")[0]
     holders = [found, value_of(owner, frame)] if owner else [found]
     modules = [thing for thing in saved.things if isinstance(thing, nn.Module)]
-    known = {id(thing) for thing in (*saved.things, *saved.kept.values.values())}
+    known = {id(thing) for thing in saved.things}
     known |= {id(part) for module in modules for part in module.modules()}
-    if any(isinstance(holder, Kept) or id(holder) in known for holder in holders):
+    if any(isinstance(holder, Kept) or id(holder) in known or saved.keeps(holder) for holder in holders):
         return False
     if isinstance(holders[-1], Dataset):  # compared at a resume, by `ChangedData`
         return False

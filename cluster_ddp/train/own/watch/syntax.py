@@ -225,17 +225,16 @@ def added_to(node: ast.AST) -> set[str]:
     return {name for item in items if (name := name_of(item)) is not None}
 
 
-def reset_each_time(text: Text) -> set[str]:
-    """The objects that the running loops reset each time, as by ``env.reset(seed=step)``."""
+def reset_each_time(text: Text) -> dict[str, bool]:
+    """The objects that the running loops reset each time, and whether by a seed, as ``env.reset(seed=step)`` does."""
     loop = text.loops[-1]
     at_times = {node for node in below(loop, text.parents) if isinstance(node, ast.If)}
     calls = [node for node in below(loop, text.parents) if isinstance(node, ast.Call)]
     return {
-        name
+        name: any(argument.arg == "seed" for argument in call.keywords)
         for call in calls
         if at_times.isdisjoint(nodes_around(call, text.parents))
         and (name_of(call.func) or "").endswith(".reset")
-        and any(argument.arg == "seed" for argument in call.keywords)
         and (name := name_of(call.func.value)) is not None  # type: ignore[attr-defined]
     }
 
