@@ -79,7 +79,8 @@ def test_two_at_once_and_only_what_is_missing_again(here: Path, monkeypatch: pyt
     # The third is new. Ctrl-C is for it, too; what it has saved is not lost.
     running = start(here, *sweep, "args=[150],[160],[170]")
     (folder,) = (here / "runs").iterdir()
-    wait_for(lambda: list(folder.glob("0002-args=170/attempts/000")) or running.poll() is not None, "the third")
+    started = "0002-args=170/attempts/000/node-0.log"  # before that, nobody handles Ctrl-C
+    wait_for(lambda: (folder / started).exists() or running.poll() is not None, "the third")
     assert running.poll() is None
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=PATIENCE)
