@@ -249,7 +249,7 @@ def _check_directory(job: RunJob) -> None:
     ):
         if before != after:
             raise SubmitError(
-                f"{key}: this run's directory was made with {before!r}, and a resume cannot change that.\n"
+                f"{key}: this takes effect when a run's directory is made, and this run has one.\n"
                 "Leave it as it is, or submit a new run."
             )
 

@@ -173,7 +173,7 @@ def test_what_a_directory_was_made_by_does_not_change(
 ) -> None:
     said = call("resume", run.id, "--set", setting)
     assert said.status == 2 and len(slurm.submissions()) == 1
-    assert f"{setting.split('=')[0]}: this run's directory was made with" in said.err
+    assert f"{setting.split('=')[0]}: this takes effect when a run's directory is made" in said.err
 
 
 def test_the_average_of_the_weights_is_not_begun_in_the_middle(call: Call, run: RunDirectory, slurm: Slurm) -> None:
