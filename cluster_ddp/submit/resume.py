@@ -75,6 +75,7 @@ def plan_resume(
     if (problem := run.job_file_problem()) is not None:
         raise SubmitError(problem)
     job = load_run_job(run.job_file, [*settings, *sizes])
+    _check_directory(job)
     _check_global_batch(record, job)
     _check_average(status, job)
     if _is_finished(run, status, job):
@@ -238,6 +239,21 @@ def _refuse_overtaken(seen: History, record: RunRecord) -> None:
         )
 
 
+def _check_directory(job: RunJob) -> None:
+    """Raise if a setting by which the run directory was made changes: it would have no effect now, or half of it."""
+    old, new = job.before, job.spec
+    for key, before, after in (
+        ("runs_dir", old.runs_dir, new.runs_dir),
+        ("launch.snapshot", old.launch.snapshot, new.launch.snapshot),
+        ("storage.mode", old.storage.mode, new.storage.mode),
+    ):
+        if before != after:
+            raise SubmitError(
+                f"{key}: this takes effect when a run's directory is made, and this run has one.\n"
+                "Leave it as it is, or submit a new run."
+            )
+
+
 def _check_global_batch(record: RunRecord, job: RunJob) -> None:
     kept, wanted = record.global_batch, job.spec.train.global_batch
     if kept is not None and wanted not in (None, job.before.train.global_batch, kept):
@@ -277,7 +293,9 @@ def _weights_remarks(job: RunJob, record: RunRecord, ranks: int) -> tuple[str, .
     remarks = []
     for key in differing:
         change = f"{key} changes from {old.get(key)!r} to {new.get(key)!r}"
-        if key in _LENGTH:
+        if key == "train.scaler.initial":
+            remarks.append(f"{change}; only fp16 that begins now uses it: otherwise the saved scale continues.")
+        elif key in _LENGTH:
             if new[key] is not None and _goes_by_the_end(job.spec.train):
                 remarks.append(
                     f"{change}, and train.schedule: {job.spec.train.schedule} depends on it: the weights will not be "
@@ -319,7 +337,8 @@ def _write_job(run: RunDirectory, spec: JobSpec) -> None:
 def _flat(spec: JobSpec) -> dict[str, Any]:
     dumped = spec.model_dump(include={"task", "params", "script", "args", "args_on_resume", "train"})
     train = dumped.pop("train")
-    return dumped | {f"train.{key}": value for key, value in train.items()}
+    scaler = {f"scaler.{key}": value for key, value in train.pop("scaler").items()}
+    return dumped | {f"train.{key}": value for key, value in (train | scaler).items()}
 
 
 def _last_is_damaged(run: RunDirectory) -> bool:

@@ -148,6 +148,7 @@ def test_the_global_batch_is_the_runs_for_life(call: Call, run: RunDirectory, sl
         ("constant", "train.steps=40", False),
         ("constant", "train.batch_size=4", True),  # two micro-batches, each with random numbers of its own
         ("constant", "train.batch_size=16", False),  # the share of a rank is 8
+        ("constant", "train.scaler.growth_interval=100", True),
     ],
 )
 def test_a_change_that_ends_exactness_is_said(
@@ -158,6 +159,21 @@ def test_a_change_that_ends_exactness_is_said(
     said = call("resume", run.id, "--set", setting)
     assert said.status == 0
     assert (f"{setting.split('=')[0]} changes from" in said.err) is said_so
+
+
+def test_the_first_scale_of_fp16_is_not_said_to_change_the_weights(call: Call, run: RunDirectory) -> None:
+    said = call("resume", run.id, "--set", "train.scaler.initial=16")
+    assert said.status == 0
+    assert "otherwise the saved scale continues" in said.err and "weights will differ" not in said.err
+
+
+@pytest.mark.parametrize("setting", ["launch.snapshot=true", "runs_dir=elsewhere", "storage.mode=group"])
+def test_what_a_directory_was_made_by_does_not_change(
+    call: Call, run: RunDirectory, slurm: Slurm, setting: str
+) -> None:
+    said = call("resume", run.id, "--set", setting)
+    assert said.status == 2 and len(slurm.submissions()) == 1
+    assert f"{setting.split('=')[0]}: this takes effect when a run's directory is made" in said.err
 
 
 def test_the_average_of_the_weights_is_not_begun_in_the_middle(call: Call, run: RunDirectory, slurm: Slurm) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
-from train_tasks import Plain, differences, final_state, job, new_run, train
+from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job, new_run, train
 
 from cluster_ddp.train import Trainer, broadcast_object, is_main_process, join_run
 from cluster_ddp.train.data.order import SampleStream
@@ -83,6 +83,25 @@ def test_a_task_goes_on_with_the_model_that_it_has_kept(where: str, tmp_path: Pa
         assert torch.equal(weight, checked.model.state_dict()[name]), name
 
 
+class Counting(nn.Linear):
+    """Scales by what each rank counts for itself; its extra state is that of all ranks."""
+
+    seen = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen += float(inputs.mean())
+        return super().forward(inputs) * (1.0 + self.seen)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        seen: list[float | None] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(seen, self.seen)
+        return {"seen": seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"][dist.get_rank()]
+
+
 class Communicating(Plain):
     """Its methods wait for those of the other ranks: for a download, and for what each rank counts for itself."""
 
@@ -100,6 +119,8 @@ class Communicating(Plain):
     def model(self) -> nn.Module:
         if self.which == "model()":
             dist.barrier()
+        if self.which == "get_extra_state()":
+            return nn.Sequential(Counting(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -139,7 +160,15 @@ def whole_and_resumed(folder: Path, which: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "which", ["model()", "state_dict()", "state_dict(), later", "state_dict(), in a group", "load_state_dict()"]
+    "which",
+    [
+        "model()",
+        "state_dict()",
+        "state_dict(), later",
+        "state_dict(), in a group",
+        "load_state_dict()",
+        "get_extra_state()",
+    ],
 )
 def test_methods_of_a_task_may_communicate_between_the_ranks(which: str, tmp_path: Path) -> None:
     assert run_ranks(whole_and_resumed, 2, tmp_path, which) == [[], []]

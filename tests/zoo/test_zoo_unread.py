@@ -97,6 +97,9 @@ def test_how_often_a_metric_was_updated_is_told_only_if_the_next_update_depends_
 class Sets:
     """Methods that read an attribute, called like the method, in the call in which they set it."""
 
+    part: Any
+    parts: list[Any]
+
     def both_branches(self, step: int) -> float:
         if step:
             self.of_both_branches = 1.0
@@ -115,9 +118,20 @@ class Sets:
             step += self.of_inner_loop
         return step
 
+    def inside(self, step: int) -> float:
+        self.part.inner.of_inside = 1.0
+        return self.part.inner.of_inside + step
+
+    def element(self, step: int) -> float:
+        self.parts[0].of_element = 1.0
+        return self.parts[0].of_element + step
+
 
 class MayNotSet:
     """The same, but they may read what an earlier call has left there."""
+
+    part: Any
+    parts: list[Any]
 
     def one_branch(self, step: int) -> float:
         if step:
@@ -152,6 +166,16 @@ class MayNotSet:
     def another(self, other: MayNotSet) -> float:
         self.of_another = 1.0
         return other.of_another
+
+    def other_inside(self, other: Any) -> float:
+        self.part.inner.of_other_inside = 1.0
+        self.part = other
+        return self.part.inner.of_other_inside
+
+    def element_by_step(self, step: int) -> float:
+        self.parts[step].of_element_by_step = 1.0
+        step += 1
+        return self.parts[step].of_element_by_step
 
     def elsewhere(self) -> float:
         self.of_elsewhere = 1.0

@@ -153,8 +153,9 @@ class IterableStream:
         if counts.data_fingerprint not in (None, first):
             self._warn(
                 "train_data() does not start with the same items as when the checkpoint was saved: "
-                "this resume is not exact. The order of the files and the augmentation must stay the same. Only with "
-                "train.workers: 0 may items depend on state that the task restores, such as a level of difficulty"
+                "this resume is not exact. The order of the files, the augmentation and train.seed must stay the same. "
+                "Only with train.workers: 0 may items depend on state that the task restores, such as a level of "
+                "difficulty"
             )
         counts.data_fingerprint = first
 

@@ -204,8 +204,8 @@ class MapStream:
             if counts.samples_fingerprint != seen:
                 self._warn(
                     f"{what} has changed since the checkpoint was saved: this resume is not exact. The data set, "
-                    "the order of its files and the augmentation must stay the same. Only with train.workers: 0 may "
-                    "samples depend on state that the task restores, such as a level of difficulty"
+                    "the order of its files, the augmentation and train.seed must stay the same. Only with "
+                    "train.workers: 0 may samples depend on state that the task restores, such as a level of difficulty"
                 )
         counts.samples_fingerprint = seen
 

@@ -135,8 +135,7 @@ class State:
             self.modes.restore(scalars.get("modes_of_task", {}))
         hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
         self._hidden.load(hidden, self._device)
-        of_modules = _with_prefix(EXTRA, extra)
-        self._model_state.load_extra_state(scalars.get("extra_state", {}), unpacker, of_modules.pop)
+        self._load_extra_state(scalars, extra, unpacker)
         if self._scaler is not None and scalars["scaler"]:
             # The current scale is state; how it changes is set by the job file.
             kept = {key: scalars["scaler"][key] for key in ("scale", "_growth_tracker")}
@@ -146,6 +145,10 @@ class State:
         self._load_task(scalars, _with_prefix("task.", extra), unpacker)
         if self.modes is not None:
             self.modes.restore_late(scalars.get("modes_of_task", {}))
+
+    def _load_extra_state(self, scalars: Mapping[str, Any], extra: Mapping[str, Tensor], unpacker: Unpacker) -> None:
+        of_modules = _with_prefix(EXTRA, extra)
+        self._model_state.load_extra_state(scalars.get("extra_state", {}), unpacker, of_modules.pop)
 
     def _load_task(self, scalars: Mapping[str, Any], of_task: dict[str, Tensor], unpacker: Unpacker) -> None:
         task_state = unpacker.unpack(scalars["task"], of_task.pop)
@@ -164,13 +167,16 @@ class State:
         self._communicating.is_seen = True
 
     def call_along(self, collected: Collected, fresh: Callable[[], State]) -> None:
-        """Call those methods of the task that rank 0 calls in order to check that this state comes back."""
+        """Call those methods of the task and the modules that rank 0 calls to check that this state comes back."""
         tensors, scalars = collected
-        of_task = {name: tensor.cpu().clone() for name, tensor in _with_prefix("task.", tensors).items()}
-        packed = json.loads(json.dumps(scalars["task"]))
+        extra = {name: value.cpu().clone() for name, value in tensors.items() if name.startswith(("task.", EXTRA))}
+        packed = json.loads(json.dumps({key: scalars[key] for key in ("task", "extra_state")}))
+        unpacker = Unpacker(self._device)
         with self.undoing(), contextlib.suppress(Exception):  # rank 0 reports it
             other = fresh()
-            other._load_task({"task": packed}, of_task, Unpacker(self._device))
+            other.live()
+            other._load_extra_state(packed, extra, unpacker)
+            other._load_task(packed, _with_prefix("task.", extra), unpacker)
             other.collect()
         self._watch.before_loading = None
 
@@ -352,9 +358,10 @@ class State:
 
     def _model_and_average(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors of the model and the average, and the modules' extra state."""
-        named, extra_state = self._model_state.collect()
-        if self._ema is not None:
-            named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
+        with self._communicating.watched():  # get_extra_state() of a module may
+            named, extra_state = self._model_state.collect()
+            if self._ema is not None:
+                named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
         return named, extra_state
 
     def _task_state(self) -> dict[str, Any]:

@@ -88,20 +88,33 @@ def _is_read(node: ast.AST, key: str) -> bool:
 
 
 def _reads_after_setting(function: ast.FunctionDef | ast.AsyncFunctionDef, key: str) -> int:
-    """How often a method reads an attribute of its object, if it always sets that first; 0 if it may not."""
+    """How often a method reads an attribute of its object, or of one in it, if it always sets that first; else 0."""
     arguments = [*function.args.posonlyargs, *function.args.args]
-    owner = arguments[0].arg if arguments else ""
     nodes = list(_own_nodes(function))
     later = {inner for node in nodes if isinstance(node, _LATER) for inner in ast.walk(node)}
-    is_rebound = any(
-        isinstance(node, ast.Name) and node.id == owner and isinstance(node.ctx, ast.Store) for node in nodes
-    )
     reads = [node for node in nodes if _is_read(node, key)]
-    are_of_owner = all(_owner_of(node) == owner and node not in later for node in reads)
+    owners = {_owner_of(node) for node in reads}
+    if len(owners) != 1 or not arguments or later.intersection(reads):
+        return 0
+    (owner,) = owners
+    wholes = set(_wholes_of(owner))
+    is_rebound = any(
+        isinstance(getattr(node, "ctx", None), ast.Store) and ast.unparse(node) in wholes for node in nodes
+    )
     waits = any(isinstance(node, _WAITING) for node in nodes)
-    if is_rebound or waits or not are_of_owner or _way(function.body, owner, key) == _READS:
+    if arguments[0].arg not in wholes or is_rebound or waits or _way(function.body, owner, key) == _READS:
         return 0
     return len(reads)
+
+
+def _wholes_of(owner: str) -> Iterator[str]:
+    """An object in another, such as ``self.net[0]``, and what it is a part of; nothing if that is computed."""
+    node = ast.parse(owner, mode="eval").body
+    while isinstance(node, ast.Attribute) or (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
+        yield ast.unparse(node)
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
@@ -113,8 +126,9 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _owner_of(node: ast.AST) -> str:
+    """The object of which a node reads or sets an attribute, as it is written."""
     value = getattr(getattr(node, "target", node), "value", None)
-    return value.id if isinstance(value, ast.Name) else ""
+    return ast.unparse(value) if isinstance(value, ast.expr) else ""
 
 
 def _way(statements: Sequence[ast.stmt], owner: str, key: str) -> str | None:
