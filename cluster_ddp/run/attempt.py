@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cluster_ddp.printing import one_line
 from cluster_ddp.run import events
-from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, read_attempt
+from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, is_in_the_way, read_attempt
 from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import KEY_BYTES, AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
@@ -101,6 +101,8 @@ def begin_attempt(
                     raise
             decision = _decide_late(history, last)
         number = last.number + 1 if last is not None else _count(history)
+        while is_in_the_way(run.attempt(number)):
+            number += 1
         if number > LAST_NUMBER:
             raise RunError(
                 f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -80,6 +81,8 @@ def list_attempts(run: RunDirectory, *, strict: bool = False) -> list[AttemptDir
 def attempt_numbers(run: RunDirectory) -> list[int]:
     """Return the numbers of a run's attempts, ascending; empty if it has no folder for them.
 
+    Every attempt has a record from the moment its folder appears, so a folder without one is none: somebody made it.
+
     Raises
     ------
     OSError
@@ -89,7 +92,28 @@ def attempt_numbers(run: RunDirectory) -> list[int]:
         names = os.listdir(run.attempts)
     except FileNotFoundError:
         return []
-    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+    numbers = sorted({int(name) for name in names if _NUMBER.fullmatch(name)})
+    return [number for number in numbers if _is_recorded(run.attempt(number))]
+
+
+def is_in_the_way(attempt: AttemptDirectory) -> bool:
+    """Whether something that is not an attempt has this attempt's place."""
+    return os.path.lexists(attempt.path) and not _is_recorded(attempt)
+
+
+def _is_recorded(attempt: AttemptDirectory) -> bool:
+    """Whether the folder holds what only an attempt writes; its origin counts even if its record was lost."""
+    return _may_exist(attempt.record_file) or _may_exist(attempt.origin_file)
+
+
+def _may_exist(file: Path) -> bool:
+    try:
+        file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # the storage is unavailable: nothing is known
+        return True
+    return True
 
 
 def is_superseded(attempt: AttemptDirectory) -> bool:

@@ -107,7 +107,9 @@ def test_an_attempt_ends_without_saving_when_a_newer_one_has_begun(start_node: S
     node = start_node("heartbeat_rank.py", FOREVER, light=True)
     node.wait_for("begins")
     began = time.monotonic()
-    node.attempt.run.attempt(node.attempt.number + 1).path.mkdir()
+    newer = node.attempt.run.attempt(node.attempt.number + 1)
+    newer.path.mkdir()
+    newer.record_file.write_text("{}")
     node.finish(15)
     assert time.monotonic() - began < 10
     assert node.ended_as() == "superseded"

@@ -18,7 +18,7 @@ from waiting import wait_for
 
 from cluster_ddp.run import attempt as attempt_module
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
+from cluster_ddp.run.attempt_record import end_attempt, is_superseded, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import read_events
@@ -358,9 +358,20 @@ def test_times_in_an_attempts_record_that_are_no_times_count_as_unknown(run: Run
 
 def test_a_folder_with_the_last_number_is_named(run: RunDirectory) -> None:
     run.attempt(999_999).path.mkdir()
+    run.attempt(999_999).record_file.write_text("{}")  # damaged
     with pytest.raises(RunError, match="999999 has the last number that an attempt can have"):
         begin_dead(run)
     assert [folder.name for folder in run.attempts.iterdir()] == ["999999"]
+
+
+def test_a_folder_without_a_record_is_no_attempt(run: RunDirectory) -> None:
+    """A person has made it: it neither supersedes the attempt that runs, nor is in the way of the next one."""
+    first = begin_dead(run)
+    for number in (1, 2, 7):
+        (run.attempt(number).path / "notes").mkdir(parents=True)
+    assert not is_superseded(first) and list_attempts(run) == [first]
+    assert [begin_dead(run).number for _ in range(2)] == [3, 4]
+    assert is_superseded(first)
 
 
 def test_a_record_that_cannot_be_written_is_named(run: RunDirectory) -> None:

@@ -164,6 +164,7 @@ def test_saves_that_turn_out_to_take_long_stay_apart(tmp_path: Path, monkeypatch
     events.write("stop-requested", attempt=0, step=1, reason="preemption")
     for attempt in range(2):
         run.attempt(attempt).path.mkdir(parents=True)
+        run.attempt(attempt).record_file.touch()
     monkeypatch.setattr(Storage, "fsync", slowly)
     loss = Plain.loss
     monkeypatch.setattr(Plain, "loss", lambda *given: time.sleep(0.005) or loss(*given))
