@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import SUBMITTED
+from cluster_ddp.run.events import REQUEUED, SUBMITTED
 from cluster_ddp.run.history import History
 from cluster_ddp.run.record import (
     OrphanedJob,
@@ -101,8 +101,8 @@ def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> boo
     """Whether a job may be the one that was noted for a run: Slurm may have reused its id.
 
     Our comment decides. A job that was submitted by hand has none, nor has any where the site replaces comments: then
-    it must at least belong to the run's owner, and have the name that it was submitted with, unless somebody has
-    changed that since the last attempt began in it.
+    it must at least belong to the run's owner, and have the name that it was submitted with, unless it is certain that
+    somebody has changed that.
     """
     named = run_in_comment(job.comment)
     if named is not None:
@@ -116,8 +116,10 @@ def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> boo
 
 
 def _holds_last_attempt(job: SlurmJob, history: History) -> bool:
-    """Whether the last attempt began while this job ran, whose id no other job had at that time."""
+    """Whether the last attempt began while this job ran, whose id no other job had, or it waits to start once more."""
     last = history.last
-    if last is None or job.job_id != last.slurm_job_id or job.state not in ACTIVE or job.starts is None:
+    if last is None or job.job_id != last.slurm_job_id:
         return False
-    return job.starts <= last.begun
+    if job.state in WAITING:
+        return bool(history.of_attempt(last.number, REQUEUED))
+    return job.state in ACTIVE and job.starts is not None and job.starts <= last.begun
