@@ -365,10 +365,12 @@ class JobSpec(Section):
             )
 
     def _check_requeue(self) -> None:
-        if self.slurm.time is not None and self.requeue.warning >= self.slurm.time:
-            raise contradiction(
-                f"the warning {self.requeue.warning} s before the time limit would come before the job starts "
-                f"(slurm.time is {self.slurm.time} s)",
-                at="requeue.warning",
-                instead="less than slurm.time",
-            )
+        shortest = {"slurm.time": self.slurm.time, "slurm.extra.time-min": options.time_min(self.slurm.extra)}
+        for key, seconds in shortest.items():
+            if seconds is not None and self.requeue.warning >= seconds:
+                raise contradiction(
+                    f"the warning {self.requeue.warning} s before the time limit would come before the job starts "
+                    f"({key} is {seconds} s)",
+                    at="requeue.warning",
+                    instead=f"less than {key}",
+                )

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import PlainValidator
 
 from cluster_ddp.job.fields import contradiction, line, refused
+from cluster_ddp.job.units import parse_slurm_time
 
 Option = str | int | float | bool | None
 
@@ -93,6 +94,15 @@ def meant_by(name: str) -> str | None:
     """Return the option that must not be set here and that sbatch takes `name` for, as it accepts abbreviations."""
     checked = (*_OWN_KEYS, *_RENDERED, *_CHECKED)
     return None if name in checked else min((option for option in checked if option.startswith(name)), default=None)
+
+
+def time_min(extra: Mapping[str, Option]) -> int | None:
+    """Return the seconds to which Slurm may shorten the time limit; None if it may not, or sbatch has to judge."""
+    value = extra.get("time-min")
+    try:
+        return parse_slurm_time(str(value))
+    except ValueError:
+        return None
 
 
 def check_against_keys(extra: Mapping[str, Option], *, mem: str | None, cpus_per_task: int | None) -> None:

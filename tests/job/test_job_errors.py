@@ -84,6 +84,7 @@ def test_one_error(errors_of: Errors, tmp_path: Path, text: str, line: int, says
         ("train: {lr: 0.1, min_lr: 0.2}\n", ["train.min_lr", "more than train.lr"]),
         ("train: {steps: 10, warmup_steps: 20}\n", ["train.warmup_steps", "more than train.steps: 10"]),
         ("slurm: {time: 1}\nrequeue: {warning: 2m}\n", ["requeue.warning", "before the job starts"]),
+        ('slurm: {time: 4h, extra: {time-min: "00:01:30"}}\n', ["requeue.warning", "less than slurm.extra.time-min"]),
         ("slurm: {gpus_per_node: 2}\nlaunch: {procs_per_node: 4}\n", ["launch.procs_per_node", "4 is more than the 2"]),
         ("network: {profile: infiniband, ib_disable: true}\n", ["network.ib_disable", "contradicts"]),
         ("slurm: {mem: 10G, extra: {mem-per-cpu: 2G}}\n", ["slurm.extra.mem-per-cpu", "together with slurm.mem"]),
