@@ -45,9 +45,12 @@ def command(
     runs_dir = runs_dir_of(None)
     found = [run for name in runs for run in _named(name, runs_dir)] if runs else _all(runs_dir)
     old = [run for run in found if time.time() - _last_change(run) >= age]
-    began = [attempt_numbers(run) for run in old]  # read before the run is judged, so that a later attempt is noticed
+    began: dict[RunDirectory, list[int]] = {}  # read before the run is judged, so that a later attempt is noticed
+    for run in old:
+        with _reporting_errors(run):
+            began[run] = attempt_numbers(run)
     total = 0
-    for run, attempts, status in zip(old, began, describe_runs(old), strict=True):
+    for (run, attempts), status in zip(began.items(), describe_runs(list(began)), strict=True):
         if _may_be_cleaned(status, resumable=resumable):
             with _reporting_errors(run):
                 total += _clean(run, attempts, keep_best=keep_best, everything=everything, yes=yes)
@@ -143,7 +146,11 @@ def _last_change(run: RunDirectory) -> float:
 @contextlib.contextmanager
 def _reporting_errors(run: RunDirectory | SweepDirectory) -> Iterator[None]:
     """A run that cannot be cleaned does not keep others from being cleaned."""
+    name = _name(run) if isinstance(run, RunDirectory) else one_line(run.id)
     try:
         yield
+    except NotADirectoryError as error:
+        what = "is not a folder, as in every run. Put that back, or remove what stands in its place"
+        remark([f"{name} is left alone: {error.filename} {what}"])
     except (ClusterDDPError, OSError) as error:
-        remark([f"{_name(run) if isinstance(run, RunDirectory) else one_line(run.id)}: {error}"])
+        remark([f"{name}: {error}"])

@@ -150,6 +150,16 @@ def test_nothing_is_removed_through_a_link(clean: Clean, make: MakeRun, tmp_path
     assert steps_in(tmp_path / "moved") == [10, 20, 30]
 
 
+def test_a_run_with_a_file_in_place_of_a_folder_is_named_and_others_are_cleaned(clean: Clean, make: MakeRun) -> None:
+    fine, *damaged = make("fine"), make("a").attempts, make("b").checkpoints
+    for folder in damaged:
+        folder.rename(folder.with_suffix(".moved"))
+        folder.touch()
+    status, _, err = clean("--yes", "--all", "--older", "0s")
+    assert status == 0 and steps_in(fine.checkpoints) == []
+    assert all(f"is left alone: {folder} is not a folder" in err for folder in damaged)
+
+
 def test_a_wrong_age_is_told(clean: Clean) -> None:
     status, _, err = clean("--older", "soon")
     assert status == 2 and "--older 'soon'" in err
