@@ -13,13 +13,15 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from cluster_ddp.launch.logs import Tail
 from cluster_ddp.launch.processes import is_alive
 
 if TYPE_CHECKING:
+    import subprocess
+
     from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure, RunProcsResult
 
 _FILE_NAME = "exits.jsonl"
@@ -93,7 +95,8 @@ def record_exits(log_dir: Path) -> None:
     def recording_close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         living = [pid for pid in context.pids().values() if is_alive(pid)]
         if living:
-            _write(log_dir, ended_by_agent=living)
+            # `wait` tells of those that have failed only after this, which takes half a minute if others do not exit.
+            _write(log_dir, failed=_failed(context), ended_by_agent=living)
         close(context, death_sig, timeout)
 
     PContext.wait = recording_wait  # type: ignore[method-assign, assignment]
@@ -114,9 +117,22 @@ def _rank_exit(context: PContext, failure: ProcessFailure) -> RankExit:
     return RankExit(failure.pid, rank, failure.local_rank, failure.exitcode)
 
 
+def _failed(context: PContext) -> list[RankExit]:
+    return [
+        RankExit(process.pid, int(context.envs[number]["RANK"]), number, process.returncode)
+        for number, process in _processes(context).items()
+        if process.returncode
+    ]
+
+
 def _left(context: PContext) -> list[int]:
-    handlers = getattr(context, "subprocess_handlers", {}).values()
-    return [handler.proc.pid for handler in handlers if handler.proc.returncode == 0]
+    return [process.pid for process in _processes(context).values() if process.returncode == 0]
+
+
+def _processes(context: PContext) -> dict[int, subprocess.Popen[Any]]:
+    """Return the processes of the ranks by local rank, with the exit status of those that the agent has checked."""
+    handlers = getattr(context, "subprocess_handlers", {})
+    return {number: handler.proc for number, handler in handlers.items()}
 
 
 def _write(

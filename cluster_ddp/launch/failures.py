@@ -116,6 +116,12 @@ class Failures:
         known = self._exits.failed.get(death.rank.pid)
         return known.exit_code if known is not None else None
 
+    def _was_killed(self, death: _Death) -> bool:
+        """Whether a signal aimed at this rank ended it; torchrun ends the peers of a failed rank by SIGTERM or SIGKILL."""
+        code = self._code(death)
+        by_torchrun = death.rank.pid in self._exits.ended_by_agent
+        return code is not None and code < 0 and code != -signal.SIGTERM and not by_torchrun
+
     def _order(self, death: _Death) -> tuple[int, float]:
         """Sort key that puts the cause first: a kill, then an exit without a message, then errors, the earliest first.
 
@@ -125,7 +131,7 @@ class Failures:
         code, error = self._code(death), read_error(death.rank)
         if self._follows(death):
             kind = 5
-        elif _is_kill(code):
+        elif self._was_killed(death):
             kind = 0
         elif code == 0:
             kind = 1
@@ -165,17 +171,12 @@ class Failures:
             error=message,
             cause=cause.value,
             exit_code=code,
-            signal=signal.Signals(-code).name if code is not None and _is_kill(code) else None,
+            signal=signal.Signals(-code).name if code is not None and self._was_killed(first) else None,
             failed_at=self._moment(first),
             others=sorted(other.rank.rank for other in self._deaths if other is not first),
             log=str(self._attempt.log_file(self._node_rank)),
         )
         say(f"cluster-ddp: rank {rank.rank} on {host} failed:\n{message}")
-
-
-def _is_kill(code: int | None) -> bool:
-    """Whether a signal aimed at this rank ended it; SIGTERM is how the peers of a failed rank are ended."""
-    return code is not None and code < 0 and code != -signal.SIGTERM
 
 
 def _without_message(code: int | None, rank: Rank) -> tuple[str, Cause]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -78,6 +79,9 @@ def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path)
     assert all(Path(started.folder, "stdout.log").is_file() for started in exits.started.values()), CHANGED
     assert not exits.unended(), CHANGED
     assert exits.ended_by_agent == set(pids.values()) - {first, second, pids["0-1"]}, CHANGED
+    records = map(json.loads, (tmp_path / "exits.jsonl").read_text().splitlines())
+    known = [entry["pid"] for record in records if record["ended_by_agent"] for entry in record["failed"]]
+    assert known == [first, second], f"known before the others have exited. {CHANGED}"
 
 
 def test_what_a_full_disk_left_of_a_record_is_passed_over(tmp_path: Path) -> None:

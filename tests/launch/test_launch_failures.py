@@ -151,6 +151,16 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(scene: Scene) -> None
     assert (scene.event()["rank"], scene.event()["exit_code"]) == (5, 3)
 
 
+def test_a_rank_that_fails_and_that_torchrun_had_to_kill_was_not_killed_from_outside(scene: Scene) -> None:
+    """Else it would be named as the cause before the one whose connection it has lost."""
+    stuck = scene.rank(4, PEER_LOST)
+    scene.exit_code(stuck, -9)
+    scene.exits.ended_by_agent.add(stuck.pid)
+    scene.failures.note([stuck], agent_ended=True)
+    event = scene.event()
+    assert (event["signal"], event["exit_code"]) == (None, -9) and "closed by peer" in event["error"]
+
+
 def test_of_two_errors_the_first_is_named(scene: Scene) -> None:
     late = scene.rank(4, PEER_LOST)
     early = scene.rank(5, OWN_ERROR)
