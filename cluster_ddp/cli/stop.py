@@ -20,6 +20,7 @@ from cluster_ddp.run.runs import find_run_to_change, name_for_commands, runs_dir
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
+from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.submit.adopting import adopt_run_jobs
 
@@ -114,6 +115,8 @@ def _take_out_of_queue(run: RunDirectory, last: str | None, *, waits: bool) -> N
 
 def _advice(run: RunDirectory, status: RunStatus) -> str:
     name = name_for_commands(run)
+    if status.record is not None and status.record.via == LAUNCH and status.state is RunState.PENDING:
+        return f" Its nodes still wait for each other; Ctrl-C ends each of them, or all: cluster-ddp cancel {name}"
     if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
         return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {name}"
     go_on = how_to_go_on(name, status.record)

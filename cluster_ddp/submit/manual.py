@@ -178,8 +178,9 @@ def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
     NodesMissing
         Not all nodes arrived in time.
     SubmitError
-        The run belongs to a different job.
+        The run belongs to a different job, or the name of node 0 is unknown here.
     """
+    _refuse_unknown_name(start.master)
     check_writable(start.run.path.parent)
     run, made = make_or_join(start.spec, start.run.path, via=LAUNCH)
     if made:
@@ -280,6 +281,24 @@ class _Others:
 
 
 # -- reasons against a start -------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown_name(master: str) -> None:
+    try:
+        socket.getaddrinfo(master, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:  # the name service is away: the node program waits for it
+            return
+        raise SubmitError(_unknown_name(master, str(error.strerror))) from error
+    except UnicodeError as error:
+        raise SubmitError(_unknown_name(master, "not a host name")) from error
+
+
+def _unknown_name(master: str, why: str) -> str:
+    return (
+        f"--master-addr {one_line(master)}: this machine ({socket.gethostname()}) does not know that name ({why}).\n"
+        "Give the name or address at which all nodes reach node 0, the same on each of them"
+    )
 
 
 def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:

@@ -163,6 +163,14 @@ def test_node_that_does_not_come_is_named_and_costs_no_attempt(tmp_path: Path, c
     assert list_attempts(run) == [] and arrivals(tmp_path) == []
     status, out, _ = finish(call("status", "pair", "--json"))
     assert json.loads(out)["state"] == "PENDING"
+    status, _, err = finish(call("stop", "pair"))
+    assert status == 2 and "wait for each other" in err and "queue" not in err
+
+
+def test_node_0_of_a_name_that_is_unknown_is_refused_at_once(tmp_path: Path, call: Call, script: Path) -> None:
+    status, _, err = finish(call(*launch(1, "--master-addr", "no-such-node.invalid")))
+    assert status == 2 and "--master-addr no-such-node.invalid: " in err and "does not know that name" in err
+    assert not (tmp_path / "runs/pair").exists()
 
 
 def test_second_job_and_another_size_are_refused_while_the_first_waits(
