@@ -117,7 +117,7 @@ class Failures:
         return known.exit_code if known is not None else None
 
     def _was_killed(self, death: _Death) -> bool:
-        """Whether a signal aimed at this rank ended it; torchrun ends the peers of a failed rank by SIGTERM or SIGKILL."""
+        """Whether a signal aimed at this rank ended it: not one with which torchrun ends the peers of a failed rank."""
         code = self._code(death)
         by_torchrun = death.rank.pid in self._exits.ended_by_agent
         return code is not None and code < 0 and code != -signal.SIGTERM and not by_torchrun

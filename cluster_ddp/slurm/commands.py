@@ -340,7 +340,10 @@ def call_once(
         kind: type[SlurmError] = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
         if submits and (done.returncode < 0 or may_be_queued(words) or _job_id_in(done.stdout)):
             kind = SubmissionUnclear
-        raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
+        hint = f"The command: {' '.join(command)}"
+        if kind is SlurmError:
+            hint = f"{'Nothing was queued. ' if submits else ''}Try again once Slurm answers here (scontrol ping)."
+        raise kind(f"{command[0]} failed (status {done.returncode}): {words}\n{hint}")
     if remark is not None and (words := done.stderr.strip()):
         remark(words[-_MAX_ANSWER:])
     return done.stdout

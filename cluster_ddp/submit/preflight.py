@@ -62,30 +62,62 @@ def check_before_queue(
         if program is None:
             program = until_then.enter_context(ProgramCheck())
             program.ask(loaded)  # takes longest, and runs in the background
-        partition = _check_partition(loaded, remark) if sending.to_slurm else None
+        slurm = _Slurm(remark)
+        partition = _check_partition(loaded, slurm, remark) if sending.to_slurm else None
         saved = program.result(remark)
     if saved is not None:
         remark(what_does_not_fit(spec, runs_dir, saved, partition, seconds=_SECONDS))
     if sending.to_slurm:
-        _try(sending, remark)
+        slurm.try_script(sending.text)
 
 
-def _check_partition(loaded: LoadedJob, remark: Callable[[Iterable[str]], None]) -> Partition | None:
+class _Slurm:
+    """Asks Slurm. Once it gives no answer, nothing more is asked until the job is submitted."""
+
+    def __init__(self, remark: Callable[[Iterable[str]], None]) -> None:
+        self._remark = remark
+        self._away = False
+
+    def ask(self, what: str, ask: Callable[[], T]) -> T | None:
+        """Return the answer; None without one."""
+        try:
+            return None if self._away else ask()
+        except SlurmError as error:
+            self._away = not isinstance(error, SlurmRefused)
+            said = str(error).splitlines()[0]
+            why = said.partition(": ")[0] if self._away else said  # sbatch says the rest, unless it has an answer
+            self._remark([f"could not check {what} of the cluster: {why}"])
+            return None
+
+    def try_script(self, text: str) -> None:
+        """Have sbatch check the script; raises `SlurmRefused` if it can never be queued."""
+        try:
+            if not self._away:
+                try_script(text, seconds=_SECONDS)
+        except SlurmRefused as error:
+            if not any(sign in str(error) for sign in _MAY_CHANGE):
+                raise
+            self._remark([f"{error}\nWhere nodes are only down or drained at the moment the job waits for them"])
+        except SlurmError as error:
+            self._remark([f"could not test the script with sbatch --test-only: {error}"])
+
+
+def _check_partition(loaded: LoadedJob, slurm: _Slurm, remark: Callable[[Iterable[str]], None]) -> Partition | None:
     spec = loaded.spec
-    partitions = _ask("the partitions", lambda: ask_partitions(seconds=_SECONDS), remark)
+    partitions = slurm.ask("the partitions", lambda: ask_partitions(seconds=_SECONDS))
     if not partitions:
         return None
     partition = find_partition(spec.slurm, partitions)
     if isinstance(partition, Partition):
-        _check_fit(loaded, partition, remark)
+        _check_fit(loaded, partition, slurm, remark)
         return partition
     if partition is not None:
         raise _misfit_error(loaded, [partition])
     return None
 
 
-def _check_fit(loaded: LoadedJob, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:
-    nodes = _ask("the nodes", lambda: ask_nodes(partition.name, seconds=_SECONDS), remark) or []
+def _check_fit(loaded: LoadedJob, partition: Partition, slurm: _Slurm, remark: Callable[[Iterable[str]], None]) -> None:
+    nodes = slurm.ask("the nodes", lambda: ask_nodes(partition.name, seconds=_SECONDS)) or []
     found = list(misfits(loaded.spec, partition, nodes))
     if found:
         raise _misfit_error(loaded, found)
@@ -103,25 +135,6 @@ def _misfit_error(loaded: LoadedJob, found: list[Misfit]) -> SubmitError:
     places = {origin.key: f"{origin.place}: " for origin in loaded.origins}
     lines = [f"{places.get(key, '')}{key}: {what}" for key, what in found]
     return SubmitError("\n".join([*lines, "The job would never start. (--no-check submits it anyway.)"]))
-
-
-def _try(sending: Submission, remark: Callable[[Iterable[str]], None]) -> None:
-    try:
-        try_script(sending.text, seconds=_SECONDS)
-    except SlurmRefused as error:
-        if not any(sign in str(error) for sign in _MAY_CHANGE):
-            raise
-        remark([f"{error}\nWhere nodes are only down or drained at the moment the job waits for them"])
-    except SlurmError as error:
-        remark([f"could not test the script with sbatch --test-only: {error}"])
-
-
-def _ask(what: str, ask: Callable[[], T], remark: Callable[[Iterable[str]], None]) -> T | None:
-    try:
-        return ask()
-    except SlurmError as error:
-        remark([f"could not check {what} of the cluster: {str(error).splitlines()[0]}"])
-        return None
 
 
 _MOUNTS = Path("/proc/self/mountinfo")

@@ -43,7 +43,11 @@ def test_a_question_without_an_answer_is_told_and_passed_over(call: Call, here: 
     slurm.program("scontrol", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     answer = call("submit", "job.yaml")
     assert answer.status == 0
-    assert "note: could not check the partitions of the cluster" in answer.err
+    assert "note: could not check the partitions of the cluster: scontrol failed" in answer.err
+    slurm.program("sbatch", "echo 'Batch job submission failed: Unable to contact slurm controller' >&2; exit 1")
+    answer = call("submit", "job.yaml")
+    assert answer.status == 3 and answer.err.count("Unable to contact") == 1
+    assert "Nothing was queued. Try again once Slurm answers" in answer.err
 
 
 def test_the_script_that_is_tried_is_the_one_that_is_sent(call: Call, here: Path, slurm: Slurm) -> None:

@@ -206,7 +206,9 @@ def test_a_job_id_that_slurm_gave_to_any_job_since_says_nothing(
     assert state_of(run, {"7": found}) == state
 
 
-def test_a_requeued_job_is_known_by_its_id_though_its_name_and_comment_were_changed(run: RunDirectory, say: Say) -> None:
+def test_a_requeued_job_is_known_by_its_id_though_its_name_and_comment_were_changed(
+    run: RunDirectory, say: Say
+) -> None:
     end_attempt(begin_dead(run, slurm_job_id="7"))
     say("submitted", None, via="sbatch", slurm_job_id="7")
     say("stopped", 0, step=5, reason="preemption")
