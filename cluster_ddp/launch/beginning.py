@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from cluster_ddp.launch.batch_host import say
 from cluster_ddp.launch.lost_nodes import record_lost_nodes
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -60,6 +61,11 @@ def begin(
         is_latest_start=lambda: _is_latest(start),
         given_up=given_up,
     )
+    if start.components > 1:
+        say(
+            f"Slurm job {start.job_id} has {start.components} components (#SBATCH hetjob), of which only the first "
+            "trains: the nodes of the others stay idle until the job ends"
+        )
     if attempt.number:
         record_lost_nodes(read_history(run), run.attempt(attempt.number - 1), EventWriter(run, login_writer()))
     return attempt

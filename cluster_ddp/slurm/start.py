@@ -20,6 +20,7 @@ class SlurmStart:
     partition: str
     batch_host: str  # what Slurm calls the node that runs the batch script; empty if it does not say
     cluster: str = ""  # what it calls the cluster; empty if it does not say
+    components: int = 1  # of a heterogeneous job; what is said above is about the first one, which runs the script
 
     @property
     def hosts(self) -> list[str]:
@@ -47,6 +48,7 @@ def this_start(environment: Mapping[str, str]) -> SlurmStart | None:
         partition=environment.get("SLURM_JOB_PARTITION", ""),
         batch_host=environment.get("SLURMD_NODENAME", ""),
         cluster=environment.get("SLURM_CLUSTER_NAME", ""),
+        components=_count(environment.get("SLURM_HET_SIZE")) or 1,
     )
 
 

@@ -25,6 +25,7 @@ from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.run.storage import Storage
+from cluster_ddp.slurm.start import this_start
 
 
 @pytest.fixture
@@ -41,6 +42,13 @@ def test_the_same_start_gets_its_attempt_again(run: RunDirectory) -> None:
     assert record.process is not None
     assert record.process.pid == os.getpid()
     assert begin(run, restart=1) == 1
+
+
+def test_a_heterogeneous_job_says_that_only_its_first_component_trains(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_start(run, this_start({"SLURM_JOB_ID": "77", "SLURM_HET_SIZE": "2"}), pid=os.getpid())
+    assert "Slurm job 77 has 2 components" in capsys.readouterr().err
 
 
 def test_nothing_begins_in_a_start_that_slurm_has_replaced(run: RunDirectory) -> None:
