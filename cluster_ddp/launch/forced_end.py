@@ -10,6 +10,7 @@ from collections.abc import Callable
 from cluster_ddp.launch.processes import KILL, catches, send
 from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import COMPLETED, read_events
 from cluster_ddp.run.node_outcome import DONE, FAILED, KILLED, STOPPED
@@ -22,6 +23,7 @@ _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
 _LINGERING_SECONDS = 600.0  # for the processes of ranks whose work is done: threads of the user's may upload something
 _LINGERING_STOPPED_SECONDS = 60.0  # the same after a stop request
+_SILENT_SECONDS = 60.0  # after which it is said what is waited for
 _FAILED_SECONDS = 60.0  # for a rank that has failed: the others wait for it, and may do so for half an hour
 # The same for a script, which may do more after its block, while it does not compute: it may also wait for a rank on
 # another node that does, which Gloo allows for half an hour.
@@ -59,6 +61,7 @@ class ForcedEnd:
         self._looked = [clock()] * 2  # the last two times
         self._ended_at_once = False
         self._has_warned = False
+        self._has_told = False
         self._failed_since: dict[int, float] = {}  # by process, when it was first seen to have failed
         self._cpu_seconds: dict[int, float] = {}  # by process, at the last look
         self._cpu_looked = self._computed = 0.0  # when that was, and when a process was last seen to compute
@@ -126,9 +129,16 @@ class ForcedEnd:
         if done_for is None:
             return None
         if self._stopping.reason is None:
-            if self._trains_a_task:
-                return DONE if done_for > _LINGERING_SECONDS else None
-            return DONE if min(done_for, self._stands_still_for()) > _STANDSTILL_SECONDS else None
+            lingers = done_for if self._trains_a_task else min(done_for, self._stands_still_for())
+            patience = _LINGERING_SECONDS if self._trains_a_task else _STANDSTILL_SECONDS
+            if lingers > _SILENT_SECONDS and not self._has_told:
+                self._has_told = True
+                who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
+                say(
+                    f"cluster-ddp: training is over, but rank {who} has not exited yet: a thread that is not a daemon "
+                    f"or a process that it has started may still run. It has {patience / 60:.0f} minutes for that"
+                )
+            return DONE if lingers > patience else None
         patience = _ENDING_SECONDS if self._stopping.level == AT_ONCE else _LINGERING_STOPPED_SECONDS
         return STOPPED if min(done_for, self._stopping.waited()) > patience else None
 

@@ -139,12 +139,14 @@ def test_a_run_that_is_complete_does_not_hold_its_machines(make: Callable[..., L
     ],
 )
 def test_ranks_that_have_done_their_work_but_do_not_exit_are_ended(
-    tmp_path: Path, task: bool, stop: str | None, patience: float, outcome: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], task: bool, stop: str | None, patience: float, outcome: str
 ) -> None:
     agent = LonelyAgent(tmp_path, done=True, alive=True, task=task)
     if stop is not None:
         agent.stopping.ask(stop)
+    assert agent.lingering_for(59.0) is None and not capsys.readouterr().err
     assert agent.lingering_for(patience - 1.0) is None
+    assert ("rank 0 has not exited yet" in capsys.readouterr().err) is (stop is None), "else it seems to do nothing"
     assert agent.lingering_for(patience + 1.0) == outcome
     agent.heartbeat.slots[0].set_phase(Phase.STOPPING)
     assert agent.lingering_for(10_000.0) is None
