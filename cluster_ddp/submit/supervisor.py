@@ -12,9 +12,12 @@ from typing import Protocol, TextIO
 
 from cluster_ddp.launch.job_step import node_program
 from cluster_ddp.launch.processes import die_with_parent, present
+from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.printing import say
+from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import NODE_FAILED, EventWriter, login_writer
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.run.storage import open_append
 
@@ -24,6 +27,7 @@ _POLL_SECONDS = 0.2
 # When one node has failed, the others notice as their collectives fail; if they do not, they are ended.
 _OTHERS_SECONDS = 10.0
 _OTHERS_GRACE = 20.0
+_LEFT_BEHIND_SECONDS = SAVE_SECONDS + 2.0  # for the ranks of a killed node program to save, or to be ended
 _ANSWERS = (
     "saving a checkpoint, then ending (once more: at once)",
     "saving at once (once more: without saving)",
@@ -107,6 +111,19 @@ class Supervisor:
                 self._pass_on()
                 self._look_after()
                 time.sleep(_POLL_SECONDS)
+        self._record_killed()
+
+    def _record_killed(self) -> None:
+        """Record the node programs that a signal has ended, as soon as what they have left behind has ended."""
+        nodes = zip(self._start.nodes_here, self._children, strict=True)
+        killed = {node: signal.Signals(-child.returncode).name for node, child in nodes if child.returncode < 0}
+        if not killed or self._asked:
+            return
+        time.sleep(_LEFT_BEHIND_SECONDS)
+        writer, host = EventWriter(self._attempt.run, login_writer()), host_name()
+        for node, how in killed.items():
+            error = f"its node program was killed from outside, for example because memory ran out ({how})"
+            writer.write(NODE_FAILED, attempt=self._attempt.number, node=node, host=host, error=error, suspect=True)
 
     def _start_node(self, node: int) -> subprocess.Popen[bytes]:
         run = str(self._attempt.run.path)
