@@ -34,7 +34,7 @@ def command(run: RunOrSweep) -> None:
     """Ask a run, or all elements of a sweep, to save a checkpoint and exit; `resume` continues from there."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
-        stop_sweep(sweep, stop_run)
+        stop_sweep(sweep, ask_to_stop)
         return
     with inform_if_slow(
         "cluster-ddp: waiting for the storage or Slurm to answer; the run is asked to stop as soon as it does"
@@ -44,11 +44,20 @@ def command(run: RunOrSweep) -> None:
             adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
         say_if_copy(found, status.record)
-        stop_run(found, status)
+        last_job = ask_to_stop(found, status)
+        _take_out_of_queue(found, last_job, waits=not status.state.alive)
 
 
-def stop_run(found: RunDirectory, status: RunStatus) -> None:
-    """Ask one run to save and exit, given its latest state; `RunError` if it is not running."""
+def ask_to_stop(found: RunDirectory, status: RunStatus) -> str | None:
+    """Ask one run to save and exit, given its latest state; return the Slurm job of its last attempt.
+
+    Its jobs that wait in the queue stay there.
+
+    Raises
+    ------
+    RunError
+        It is neither running nor waiting to continue.
+    """
     history = read_history(found)
     last, current = history.last, history.current_attempt
     waits = current is not None and status.state in (RunState.REQUEUED, RunState.HELD)
@@ -67,7 +76,6 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
         )
     number = _ask(found, last.number)
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
-    _take_out_of_queue(found, last.slurm_job_id, waits=waits)
     name = name_for_commands(found)
     see = f"(see: cluster-ddp status {name}; continue later: {how_to_go_on(name, status.record)})"
     if over:
@@ -76,6 +84,7 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
         inform(f"asked attempt {number} of {found.id} to exit {see}", _OF_A_SCRIPT)
     else:
         inform(f"asked attempt {number} of {found.id} to save and exit {see}")
+    return last.slurm_job_id
 
 
 def _ask(run: RunDirectory, number: int) -> int:

@@ -12,7 +12,9 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, resume_command
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import KnownRun, know, living_jobs
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, read_sweep, update_sweep, withdraw
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
@@ -21,13 +23,13 @@ from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 from cluster_ddp.submit.adopting import adopt_sweep_jobs
 
 
-def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], None]) -> None:
+def stop_sweep(sweep: SweepDirectory, ask_to_stop: Callable[[RunDirectory, RunStatus], object]) -> None:
     """Have the elements that train save and end, and take those that wait out of the queue.
 
     Parameters
     ----------
-    stop
-        Stops one run that is alive.
+    ask_to_stop
+        Asks one run that is alive, or waits to continue, to stop.
 
     Raises
     ------
@@ -42,15 +44,16 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
     ]
     _cancel(sweep, waiting, only_waiting=True)
     _cancel(sweep, starting)  # it has no run yet, and so nothing to save
-    asked = sum(
-        _try(functools.partial(stop, known.run, status))
+    asked = [
+        status.state.alive
         for known, status, _ in looked
-        if isinstance(known, KnownRun) and status.state.alive
-    )
+        if isinstance(known, KnownRun) and _can_stop(known.run, status)
+        if _try(functools.partial(ask_to_stop, known.run, status))
+    ]
     if not asked and not waiting and not starting and not started_here:
         raise RunError(f"sweep {sweep.id}: none of it is running or waiting")
     inform(
-        f"sweep {sweep.id}: {asked} element{'s' * (asked != 1)} asked to save and exit, "
+        f"sweep {sweep.id}: {sum(asked)} element{'s' * (sum(asked) != 1)} asked to save and exit, "
         f"{len(waiting) + len(starting)} removed from the queue "
         f"(see: cluster-ddp status {sweep.id}; continue later: {resume_command(sweep.id)})"
     )
@@ -94,7 +97,13 @@ def _living(known: KnownRun | NotBegun, jobs: dict[str, SlurmJob]) -> list[Slurm
     return [job for job in tasks_of(known, jobs) if job.state in ACTIVE | WAITING]
 
 
-def _try(act: Callable[[], None]) -> bool:
+def _can_stop(run: RunDirectory, status: RunStatus) -> bool:
+    """Whether an attempt of a run trains, or has ended and waits to be continued, and not a `resume` to begin one."""
+    waits = status.state in (RunState.REQUEUED, RunState.HELD)
+    return status.state.alive or (waits and read_history(run).current_attempt is not None)
+
+
+def _try(act: Callable[[], object]) -> bool:
     """Whether it could be done: an error in one element must not keep it from the others."""
     try:
         act()

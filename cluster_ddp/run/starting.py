@@ -41,7 +41,7 @@ def never_began(facts: Facts) -> tuple[RunState, str | None]:
         return _not_in_queue(run, record, answered=facts.answered)
     if job_ids and facts.answered:
         return RunState.LOST, (
-            f"Slurm no longer knows job {job_ids[-1]} (another cluster's may), and no attempt has started. "
+            f"Slurm job {job_ids[-1]} is no longer in the queue here, and no attempt has started in it. "
             f"{to_continue(run.path)}"
         )
     if job_ids:

@@ -15,6 +15,7 @@ from cluster_ddp.run.record import OrphanedJob, run_in_comment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.state import how_to_release
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
+from cluster_ddp.run.storage import owner_of
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
@@ -74,7 +75,19 @@ def know_elements(
 def tasks_of(known: NotBegun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
     """Return the tasks of the sweep's arrays that were to start an element and that Slurm knows, the latest last."""
     tasks = [slurm_jobs[job_id] for job_id in known.slurm_job_ids if job_id in slurm_jobs]
-    return [task for task in tasks if run_in_comment(task.comment) == known.record.id]
+    return [task for task in tasks if _is_of(known, task)]
+
+
+def _is_of(known: NotBegun, task: SlurmJob) -> bool:
+    """Whether a job is the noted one, and not another to which Slurm has given its id.
+
+    Where the site replaces comments, it must belong to the sweep's owner and have the name that it was submitted with.
+    """
+    named = run_in_comment(task.comment)
+    if named is not None:
+        return named == known.record.id
+    is_owners = task.owner is not None and task.owner == owner_of(known.sweep.record_file)
+    return is_owners and task.name == known.record.id.rpartition("-sweep-")[0]
 
 
 def describe_element(known: KnownRun | NotBegun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_status_is_a_table_with_the_best(here: Path, slurm: Slurm, call: Call) -
     slurm.queue.write_text(f"101_3|101|PENDING||JobHeldAdmin|cluster_ddp {sweep.id}\n")
     *_, held = json.loads(call("status", str(sweep.path), "--json").out)
     assert held["state"] == "HELD" and "ask them for: scontrol release 101_3" in held["reason"]
+    # Where a site replaces comments, the owner and the name show whose job it is.
+    for comment, name, owner, state in (
+        ("the site's", "small", os.getuid(), "PENDING"),
+        ("the site's", "other", os.getuid(), "LOST"),
+        ("the site's", "small", os.getuid() + 1, "LOST"),
+        ("cluster_ddp other", "small", os.getuid(), "LOST"),
+    ):
+        slurm.queue.write_text(f"101_3|101|PENDING||Priority|{comment}|{name}|{owner}\n")
+        *_, row = json.loads(call("status", str(sweep.path), "--json").out)
+        assert row["state"] == state, (comment, name, owner, row)
     (here / "runs" / "small-20260101-000000-abcd").mkdir()
     (here / "runs" / "small-20260101-000000-abcd" / "run.json").write_text("{}")
     assert call("status", "small").out.startswith("small-20260101")  # as before there was a sweep
@@ -168,7 +179,11 @@ def test_what_waits_to_start_again_when_its_sweep_is_stopped_goes_on_when_that_i
         with pytest.raises(ElementWithdrawn):
             start(sweep, element, job)
     slurm.queue.write_text(queue.replace("PENDING", "CANCELLED"))
-    assert "CANCELLED" not in call("status", sweep.id).out
+    rows = json.loads(call("status", sweep.id, "--json").out)
+    assert [row["state"] for row in rows] == ["STOPPED", "LOST", "LOST", "LOST"]
+    assert rows[0]["reason"].startswith("stopped by ")
+    assert "Slurm job 101_1 is no longer in the queue here, and no attempt has started in it" in rows[1]["reason"]
+    assert "STOPPED" in call("status", str(requeued.path)).out
     call("resume", sweep.id)
     assert arrays(slurm) == ["0-3", "0-3"]
     assert [start(sweep, number, f"102_{number}") for number in (0, 1)] == [requeued, resumed]

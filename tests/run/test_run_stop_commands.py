@@ -54,7 +54,7 @@ def test_stop_reaches_an_attempt_that_begins_meanwhile(run: RunDirectory, monkey
         return request_stop(attempt, **request)
 
     monkeypatch.setattr(cli_stop, "request_stop", after_a_restart)
-    cli_stop.stop_run(run, status)
+    cli_stop.ask_to_stop(run, status)
     request = read_stop(run.attempt(1))
     assert request is not None and request.reason == "person"
 
@@ -71,7 +71,7 @@ def test_a_stop_that_cannot_be_written_says_how_to_end_the_job(
 
     monkeypatch.setattr(cli_stop, "request_stop", full)
     with pytest.raises(RunError, match=r"No space left on device\nTry again once .*: scancel 7$"):
-        cli_stop.stop_run(run, status)
+        cli_stop.ask_to_stop(run, status)
     monkeypatch.setattr(EventWriter, "write", lambda *arguments, **named: False)
     with pytest.raises(RunError, match=r"(?s)is not cancelled: .*: scancel 7$"):
         cli_cancel.command(str(run.path))
