@@ -157,6 +157,7 @@ def python_starts(python: str, packages: str) -> Iterator[str]:
     yield "    cluster_ddp_said=${cluster_ddp_said:-it ended with status $?}"
     yield """    printf '%s\\n' "$cluster_ddp_said" >&2"""
     yield "    cluster_ddp_said=${cluster_ddp_said%$'\\n\\n'Current thread*} # what follows a fatal error of Python"
+    yield "    cluster_ddp_said=${cluster_ddp_said%$'\\n'Python runtime state: *initialized}"
     yield "    cluster_ddp_said=${cluster_ddp_said##*$'\\n'} # the last line says why"
     yield "    cluster_ddp_fail again \\"
     yield f'        "no Python with {packages} starts on {where}: launch.python; $cluster_ddp_said"'

@@ -112,6 +112,7 @@ def test_a_script_that_waits_for_its_keeper_passes_signals_on(stage: Stage) -> N
     ("line", "words"),
     [
         ("export PATH=/nowhere", "no Python with cluster_ddp starts"),
+        ("export PYTHONHASHSEED=bad", "launch.python; Fatal Python error: config_init_hash_seed: PYTHONHASHSEED must"),
         ("tail() { return 3; }", "can determine the first node"),
     ],
 )
