@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job, require, submit_script
-from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
+from cluster_ddp.submit.script import BatchScript, check_before_sending, own_comment, render_script
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
@@ -43,7 +43,7 @@ class SbatchSubmission:
 
     def check(self) -> None:
         require("sbatch")
-        check_setup(self._spec)
+        check_before_sending(self._spec)
 
     def options(self, run: RunDirectory, after: tuple[str, ...]) -> list[str]:
         """Return the sbatch options that belong to a run and so cannot be in the script."""

@@ -19,6 +19,7 @@ from cluster_ddp.job.units import format_slurm_time
 from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN, node_program
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
+from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_around
 
@@ -126,10 +127,16 @@ def render_script(
     return BatchScript(text, resolve(spec.network, exported).remarks)
 
 
-def check_setup(spec: JobSpec) -> None:
-    """Let bash parse launch.setup without running it, so that an unclosed quote is noticed now and not in the queue."""
+def check_before_sending(spec: JobSpec) -> None:
+    """Raise a `ScriptError` for what would otherwise fail only once Slurm starts the job.
+
+    Bash parses launch.setup without running it, so that an unclosed quote is noticed.
+    """
     import subprocess
 
+    runs_dir = str(runs_dir_of(spec))
+    if "\\" in runs_dir:
+        raise ScriptError(f"runs_dir: {runs_dir} contains a backslash, which sbatch does not accept in --output")
     lines = "\n".join([*spec.launch.setup, ""])
     done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, timeout=20, cwd="/")
     if done.returncode != 0 or done.stderr.strip():  # about an open heredoc bash only warns

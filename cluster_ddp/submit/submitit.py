@@ -28,7 +28,7 @@ from cluster_ddp.slurm.environment import environment_for
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import quote
-from cluster_ddp.submit.script import check_setup, job_options, own_comment
+from cluster_ddp.submit.script import check_before_sending, job_options, own_comment
 from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class SubmititSubmission:
 
     def check(self) -> None:
         spec = self._spec
-        check_setup(spec)
+        check_before_sending(spec)
         if spec.launch.container is not None:
             raise SubmitError("launch.container needs --via sbatch: submitit starts its own python on the nodes.")
         if self.to_slurm:

@@ -42,7 +42,7 @@ from cluster_ddp.slurm.commands import cancel_job, query_jobs, require, submit_s
 from cluster_ddp.slurm.control import max_array_size
 from cluster_ddp.submit.adopting import adopt_sweep_jobs, note_array
 from cluster_ddp.submit.base import check_writable
-from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
+from cluster_ddp.submit.script import BatchScript, check_before_sending, own_comment, render_script
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
@@ -189,7 +189,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
         were submitted before stay in the queue, and the same command submits the rest.
     """
     require("sbatch")
-    check_setup(plan.spec)
+    check_before_sending(plan.spec)
     if plan.sweep.exists():
         adopt_sweep_jobs(plan.sweep, seconds=_QUEUE_SECONDS)
     record = prepare(plan, SBATCH, at_once)

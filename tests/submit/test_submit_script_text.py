@@ -19,7 +19,7 @@ from cluster_ddp.job import JobSpec, load_job, template_names
 from cluster_ddp.launch.job_step import SRUN
 from cluster_ddp.network import NetworkError
 from cluster_ddp.submit.quote import UnquotableError, comment, directive, quote, quote_around
-from cluster_ddp.submit.script import ScriptError, check_setup, render_script
+from cluster_ddp.submit.script import ScriptError, check_before_sending, render_script
 
 HOSTILE = [
     "$(touch pwned)", "`touch pwned`", "a b", "it's", 'say "x"', "x;touch pwned", "x && touch pwned", "a\nb", "-rf",
@@ -208,8 +208,13 @@ def test_a_comment_stays_on_its_line() -> None:
 @pytest.mark.parametrize("line", ["echo 'unclosed", "cat <<END", "if true; then", "echo )"])
 def test_a_setup_line_that_breaks_the_script_is_found_before_the_queue(line: str) -> None:
     with pytest.raises(ScriptError, match=r"launch\.setup"):
-        check_setup(job(launch={"setup": [line]}))
-    check_setup(job(launch={"setup": ["echo 'closed'", "cat <<END", "x", "END"]}))
+        check_before_sending(job(launch={"setup": [line]}))
+    check_before_sending(job(launch={"setup": ["echo 'closed'", "cat <<END", "x", "END"]}))
+
+
+def test_a_runs_folder_that_sbatch_cannot_write_output_to_is_found_before_the_queue() -> None:
+    with pytest.raises(ScriptError, match=r"^runs_dir: /a\\b contains a backslash"):
+        check_before_sending(job(runs_dir="/a\\b"))
 
 
 def directives(**slurm: Any) -> list[str]:
