@@ -49,7 +49,10 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # one element of the sweep $1; $2 is 
 fi"""
 _RUN_OF_ELEMENT = """if [[ -n $cluster_ddp_sweep ]]; then
     run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") || {
-        (($? != @ended@)) || exit @ended@ # the sweep was stopped or cancelled before
+        if (($? == @ended@)); then # the sweep was stopped or cancelled before; RequeueExit must not undo that
+            timeout 60 scontrol update JobId="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" Requeue=0
+            exit @ended@
+        fi
         cluster_ddp_fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
     }
     cluster_ddp_run=$run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,11 @@ def test_they_do_not_begin_though_slurm_could_not_be_reached(
     assert said.status == 3
     assert f"no further element of sweep {sweep.id} will start, but its jobs may still run or wait" in said.err
     assert start(sweep, "101", monkeypatch) == 76
+    slurm.program("scontrol", 'echo "$*" >"$here/asked"')
+    assert subprocess.run([sweep.script, sweep.path, "0"], capture_output=True, timeout=60).returncode == 76
+    assert (slurm.folder / "asked").read_text() == "update JobId=101_1 Requeue=0\n"  # a site may have RequeueExit=76
     assert not list(sweep.path.glob("0001-*"))
+    slurm.program("scontrol", 'echo "MaxArraySize            = 1001"')
     (slurm.folder / "squeue").write_text(queue)
     slurm.queue.write_text(f"101_1|103|FAILED|n1|NonZeroExitCode|cluster_ddp {sweep.id}\n")
     assert "the sweep was stopped or cancelled before it started; cluster-ddp resume" in call("status", sweep.id).out
