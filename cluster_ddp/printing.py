@@ -35,9 +35,14 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def pass_on(line: str, stream: TextIO) -> None:
-    """Print a line of another program's output as it is, if it can be printed."""
+    """Print a line of another program's output as it is, if it can be printed.
+
+    Characters that the stream's encoding lacks become visible escapes: in a locale without UTF-8 nobody would read on
+    what a program writes, until it waits for that.
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # the user's code may have put another stream there
     with contextlib.suppress(OSError):
-        print(line, file=stream, flush=True)
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def _escaped(character: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 from pathlib import Path
@@ -249,3 +250,17 @@ def test_what_a_node_says_that_cannot_use_the_runs_folder(tmp_path: Path) -> Non
     for place, helps in (("/var/tmp/x", True), ("/dev/shm/x", False)):
         said = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place), run)
         assert ("make room there" if helps else "free some space there") in said and ("TMPDIR" in said) == helps
+
+
+def test_what_an_encoding_lacks_does_not_end_the_output() -> None:
+    """Nobody would read on what srun prints: once the pipe is full, everything that prints stands still."""
+    read, write = os.pipe()
+    os.write(write, "caf\u00e9 \u2588\nthe end\n".encode())
+    os.close(write)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    output = JobStepOutput(labelled=False)
+    with os.fdopen(read, "rb") as pipe:
+        output.follow(pipe, stream)
+        output.finish()
+    stream.seek(0)
+    assert stream.read() == "caf\u00e9 \\u2588\nthe end\n"
