@@ -141,7 +141,17 @@ if [[ $again == again ]]; then
     reason+=${ends:+$by_slurm$ends)}
 fi
 
-[[ -f $run/run.json ]] || exit
+# Sites may requeue jobs after certain exit statuses (RequeueExit), which would never end.
+stay_ended() {
+    $queued && return
+    shown=$(call scontrol show job -o "$task")
+    is_queued "$shown" || [[ $shown != *\ Requeue=1\ * ]] || call scontrol update JobId="$task" Requeue=0
+}
+
+[[ -f $run/run.json ]] || { # as of an element of a sweep that has not begun yet
+    stay_ended
+    exit
+}
 if ! $queued && [[ ! $ends ]]; then
     next=$(next_job)
     [[ -z $next || -n $shown ]] || shown=$(call scontrol show job -o "$task")
@@ -157,11 +167,7 @@ printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id
     "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
     >>"$said"
 
-# Sites may requeue jobs after certain exit statuses (RequeueExit), which would never end.
-if ! $queued; then
-    shown=$(call scontrol show job -o "$task")
-    is_queued "$shown" || [[ $shown != *\ Requeue=1\ * ]] || call scontrol update JobId="$task" Requeue=0
-fi
+stay_ended
 
 # Hosts can be excluded only from a job in the queue.
 $queued && next=$task

@@ -30,7 +30,7 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
         starting = waits_for(facts, job.job_id) if job.state == "RUNNING" else None
         if starting is not None and _no_attempt_may_follow(history):
             starting = f"stopping: its job is starting once more, and ends before it trains ({starting})"
-        ending = _cleaning_up(history, outcome) if job.state == "COMPLETING" else None
+        ending = _still_there(history, outcome, job)
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting or ending
     if job is not None and job.held:
         return RunState.HELD, how_to_release(job)
@@ -95,11 +95,15 @@ def _no_attempt_may_follow(history: History) -> bool:
     return request is not None and request.reason in FINAL_REASONS
 
 
-def _cleaning_up(history: History, outcome: AttemptOutcome | None) -> str | None:
-    """Say how the last attempt ended while its job holds nodes: an epilog, or what cannot be killed, may take long."""
+def _still_there(history: History, outcome: AttemptOutcome | None, job: SlurmJob) -> str | None:
+    """Say how the last attempt ended while its job holds nodes.
+
+    An epilog, or what cannot be killed, may take long; or Slurm's controller was restarted as the job ended.
+    """
     if outcome is None or history.last is None or history.last.ended is None:
         return None
-    return f"{outcome.why}; Slurm is still ending its job (COMPLETING)"
+    still = "is still ending its job (COMPLETING)" if job.state == "COMPLETING" else f"shows its job as {job.state}"
+    return f"{outcome.why}; Slurm {still}"
 
 
 def _unseen(job_id: str | None, host: str) -> str:

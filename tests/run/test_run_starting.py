@@ -81,7 +81,7 @@ def test_a_stopped_script_whose_job_is_still_ending_is_not_told_as_starting_agai
     for node in range(2):
         say("node-finished", 0, node=node, host=f"n{node}", outcome="stopped")
     conclude_and_digest(attempt)  # which keeps the start of one node
-    assert told(run, "RUNNING") == ("RUNNING", None)
+    assert told(run, "RUNNING") == ("RUNNING", "stopped by me; Slurm shows its job as RUNNING")
 
 
 def test_nodes_that_slurm_has_to_start_first_are_told(run: RunDirectory) -> None:

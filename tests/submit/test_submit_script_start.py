@@ -305,6 +305,9 @@ def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(st
     found = stage.status()
     assert (found["state"], found["attempts"]) == ("FAILED", 1)
     assert "restart failed on node-b: launch.setup: status 1 from: ((SLURM_RESTART_COUNT == 0))" in found["reason"]
+    (stage.run / "run.json").unlink()  # as of an element of a sweep, whose run is made only after these lines
+    assert stage.perform(script, SLURM_RESTART_COUNT="4") == 1
+    assert stage.calls("scontrol").count(forbidden) == 2
 
 
 def test_only_restarts_that_fail_in_a_row_are_counted(stage: Stage) -> None:
