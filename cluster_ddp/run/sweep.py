@@ -34,7 +34,7 @@ from cluster_ddp.slurm.states import is_job_id
 Settings = tuple[str, ...]  # each of the form KEY=VALUE
 _MAX_LABEL = 120  # characters for the differing settings in a name
 _MAX_BYTES = 32 << 20  # of sweep.json
-_MAX_TASKS = 100 * MAX_ELEMENTS  # of all arrays together: each may have to start every element
+_MAX_TASKS = 1_000 * MAX_ELEMENTS  # of all arrays together, of which a submission may need ten (MaxArraySize)
 _NAME = re.compile(r"[0-9]{4,}-[A-Za-z0-9._+=-]{1,200}")
 
 
