@@ -36,6 +36,15 @@ class Configuration:
     level = 0
 
 
+class Pace:
+    """A number that a step sets before it reads it by name."""
+
+    of_pace: float
+
+    def __init__(self) -> None:
+        self.of_pace = 1.0
+
+
 class Private:
     """A value that only its class knows of."""
 
@@ -82,6 +91,7 @@ class Elsewhere(ZooTask):
         self.cache, self.by_name = Helper(), importlib.import_module("zoo_by_name")
         self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
         self.counter: Any = _made_here()
+        self.pace, self.window = Pace(), torch.eye(6)
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1, device=device())
@@ -106,7 +116,10 @@ class Elsewhere(ZooTask):
         self.config.level += 1
         self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(False)
-        return super().loss(model, batch) + 0.0 * self.other(batch[0]).mean()
+        factor = sum(vars(self.pace).values())  # reads all
+        self.pace.of_pace = 0.5 * factor
+        self.window = self.window * self.pace.of_pace  # depends only on the distance to the diagonal, and on the step
+        return super().loss(model, batch) * factor + 0.0 * self.other(batch[0]).mean()
 
 
 def test_numbers_in_places_of_many_kinds_are_told(
@@ -120,8 +133,8 @@ def test_numbers_in_places_of_many_kinds_are_told(
     names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Counter.seen", "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config",
-        "task.day", "task.future", "task.in_slot", "task.other", "task.private", "task.whole",
-        "the settings of torch", "zoo_by_name.CALLS",
+        "task.day", "task.future", "task.in_slot", "task.other", "task.pace", "task.private", "task.whole",
+        "task.window", "the settings of torch", "zoo_by_name.CALLS",
     ]  # fmt: skip
 
 

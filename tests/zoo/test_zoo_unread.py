@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,5 +195,5 @@ class MayNotSet:
 
 @pytest.mark.parametrize("kind", [Sets, MayNotSet])
 def test_whether_an_attribute_is_set_before_it_is_read(kind: type) -> None:
-    methods = {name: value for name, value in vars(kind).items() if callable(value) and name != "there"}
+    methods = {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name != "there"}
     assert {name: is_set_first(kind, f"of_{name}") for name in methods} == dict.fromkeys(methods, kind is Sets)

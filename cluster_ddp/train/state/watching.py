@@ -178,7 +178,7 @@ class Watch:
         is_taken = self._claims.taken(now, saved, rivals, looks[-1][1])
         kept: set[str] = set()  # of all that has changed, what the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
-            changed = without_tables(changed, now.leaves)
+            changed = without_tables(changed, was.leaves, now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             lost = {name for name in changed if self._inner_comes_back.get(name) is False}
             lost -= self._unread(lost, now)
