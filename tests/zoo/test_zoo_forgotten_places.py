@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ class Helper:
 
 class Configuration:
     level = 0
+
+
+class Generation:
+    temperature = 0
 
 
 class Pace:
@@ -92,6 +97,7 @@ class Elsewhere(ZooTask):
         self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
         self.counter: Any = _made_here()
         self.pace, self.window = Pace(), torch.eye(6)
+        self.generation, self.read_only = Generation(), np.zeros(2000)
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1, device=device())
@@ -114,6 +120,9 @@ class Elsewhere(ZooTask):
         self.by_name.count()
         self.private.count()
         self.config.level += 1
+        self.generation.temperature += 1
+        self.read_only = self.read_only + (np.arange(2000) == 1000)  # its repr() omits that one
+        self.read_only.flags.writeable = False
         self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(False)
         factor = sum(vars(self.pace).values())  # reads all
@@ -129,12 +138,13 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
+    monkeypatch.setattr(Generation, "__module__", "transformers.generation.configuration_utils")
     monkeypatch.setattr("cluster_ddp.train.saving.MAX_NAMES", 20)
     names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Counter.seen", "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config",
-        "task.day", "task.future", "task.in_slot", "task.other", "task.pace", "task.private", "task.whole",
-        "task.window", "the settings of torch", "zoo_by_name.CALLS",
+        "task.day", "task.future", "task.generation", "task.in_slot", "task.other", "task.pace", "task.private",
+        "task.read_only", "task.whole", "task.window", "the settings of torch", "zoo_by_name.CALLS",
     ]  # fmt: skip
 
 
