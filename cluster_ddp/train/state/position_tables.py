@@ -25,7 +25,7 @@ def without_tables(changed: Iterable[str], before: Mapping[str, Any], leaves: Ma
     tables = {
         name
         for name in changed
-        if isinstance(leaf := leaves.get(name), Tensor) and not _is_alike(before.get(name), leaf) and is_table(leaf)
+        if isinstance(leaf := leaves.get(name), Tensor) and is_table(leaf) and not _is_alike(before.get(name), leaf)
     }
     sizes = {(owner, size) for name in tables for owner in _owners(name) for size in leaves[name].shape}
     rows = {name for name in changed if type(leaves.get(name)) is int and (_owner(name), leaves[name]) in sizes}
@@ -33,7 +33,9 @@ def without_tables(changed: Iterable[str], before: Mapping[str, Any], leaves: Ma
 
 
 def _is_alike(before: Any, tensor: Tensor) -> bool:
-    return isinstance(before, Tensor) and (before.shape, before.dtype) == (tensor.shape, tensor.dtype)
+    if not isinstance(before, Tensor) or before.is_nested:  # which has no shape
+        return False
+    return (before.shape, before.dtype) == (tensor.shape, tensor.dtype)
 
 
 def _owner(name: str) -> str:
