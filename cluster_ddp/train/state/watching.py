@@ -163,6 +163,7 @@ class Watch:
         if len(looks) == 2:  # before the first step, and after it
             self._set_before_read = set_before_read(changes[1], looks[0][0], looks[1][0], now)
             places = self._set_before_read
+            found = {name for name in found if not is_within(name, places)}
             changes = [[name for name in changed if not is_length_of(name, places)] for changed in changes]
         defaults = {name for name in set().union(*changes) if _is_default(name, self._task, now)}
         changes = [
