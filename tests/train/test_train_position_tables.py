@@ -40,7 +40,12 @@ OTHERS = {
 
 def test_what_depends_on_positions_only_is_told_from_the_rest() -> None:
     leaves = {**TABLES, **OTHERS}
-    assert without_tables(leaves, leaves) == list(OTHERS)
+    assert without_tables(leaves, {}, leaves) == list(OTHERS)
+
+
+def test_a_table_of_as_many_positions_with_other_values_is_no_table_of_positions() -> None:
+    before = {"causal": TABLES["causal"][..., :4, :4], "cos": ANGLES.sin().bfloat16()[None], "added": None}
+    assert without_tables(before, before, TABLES) == ["cos"]
 
 
 def test_a_table_is_looked_at_once_more_only_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

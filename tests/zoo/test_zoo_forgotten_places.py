@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,19 @@ class Helper:
 
 class Configuration:
     level = 0
+
+
+class Generation:
+    temperature = 0
+
+
+class Pace:
+    """A number that a step sets before it reads it by name."""
+
+    of_pace: float
+
+    def __init__(self) -> None:
+        self.of_pace = 1.0
 
 
 class Private:
@@ -82,6 +96,8 @@ class Elsewhere(ZooTask):
         self.cache, self.by_name = Helper(), importlib.import_module("zoo_by_name")
         self.config, self.private, self.whole = Configuration(), Private(), Whole(1)
         self.counter: Any = _made_here()
+        self.pace, self.window = Pace(), torch.eye(6)
+        self.generation, self.read_only = Generation(), np.zeros(2000)
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1, device=device())
@@ -104,9 +120,15 @@ class Elsewhere(ZooTask):
         self.by_name.count()
         self.private.count()
         self.config.level += 1
+        self.generation.temperature += 1
+        self.read_only = self.read_only + (np.arange(2000) == 1000)  # its repr() omits that one
+        self.read_only.flags.writeable = False
         self.whole.uses = getattr(self.whole, "uses", 0) + 1  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(False)
-        return super().loss(model, batch) + 0.0 * self.other(batch[0]).mean()
+        factor = sum(vars(self.pace).values())  # reads all
+        self.pace.of_pace = 0.5 * factor
+        self.window = self.window * self.pace.of_pace  # depends only on the distance to the diagonal, and on the step
+        return super().loss(model, batch) * factor + 0.0 * self.other(batch[0]).mean()
 
 
 def test_numbers_in_places_of_many_kinds_are_told(
@@ -116,12 +138,13 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
+    monkeypatch.setattr(Generation, "__module__", "transformers.generation.configuration_utils")
     monkeypatch.setattr("cluster_ddp.train.saving.MAX_NAMES", 20)
     names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Counter.seen", "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config",
-        "task.day", "task.future", "task.in_slot", "task.other", "task.private", "task.whole",
-        "the settings of torch", "zoo_by_name.CALLS",
+        "task.day", "task.future", "task.generation", "task.in_slot", "task.other", "task.pace", "task.private",
+        "task.read_only", "task.whole", "task.window", "the settings of torch", "zoo_by_name.CALLS",
     ]  # fmt: skip
 
 

@@ -37,7 +37,10 @@ SEEN_INTO = (
 REFERRED_TO = (nn.Module, Optimizer, Tensor)
 # Modules of libraries whose objects are searched as well: what a model may go on with in the next step, settings of a
 # model, which it reads, and schedules of pruning.
-_SEARCHED = ("transformers.cache_utils", "transformers.configuration_utils", "torch.ao.pruning")
+_SEARCHED = (
+    "transformers.cache_utils", "transformers.configuration_utils", "transformers.generation.configuration_utils",
+    "torch.ao.pruning",
+)  # fmt: skip
 # Of these, which one a name refers to is all that can be seen.
 _OPAQUE = (type, BuiltinFunctionType, concurrent.futures.Future)
 

@@ -16,13 +16,26 @@ _FEWEST_ROWS = 6  # of a table whose rows follow from each other
 _TOLERANCE = 0.02  # relative to the largest element: tables may be in bfloat16
 
 
-def without_tables(changed: Iterable[str], leaves: Mapping[str, Any]) -> list[str]:
-    """The changed names that are neither such a table now nor, beside one, the number of its rows."""
+def without_tables(changed: Iterable[str], before: Mapping[str, Any], leaves: Mapping[str, Any]) -> list[str]:
+    """The changed names that are neither such a table now nor, beside one, the number of its rows.
+
+    A table that had as many positions before, but other values, depends on something else as well.
+    """
     changed = list(changed)
-    tables = {name for name in changed if isinstance(leaf := leaves.get(name), Tensor) and is_table(leaf)}
+    tables = {
+        name
+        for name in changed
+        if isinstance(leaf := leaves.get(name), Tensor) and is_table(leaf) and not _is_alike(before.get(name), leaf)
+    }
     sizes = {(owner, size) for name in tables for owner in _owners(name) for size in leaves[name].shape}
     rows = {name for name in changed if type(leaves.get(name)) is int and (_owner(name), leaves[name]) in sizes}
     return [name for name in changed if name not in tables | rows]
+
+
+def _is_alike(before: Any, tensor: Tensor) -> bool:
+    if not isinstance(before, Tensor) or before.is_nested:  # which has no shape
+        return False
+    return (before.shape, before.dtype) == (tensor.shape, tensor.dtype)
 
 
 def _owner(name: str) -> str:

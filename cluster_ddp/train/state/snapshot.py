@@ -184,8 +184,9 @@ class Snapshot:
         if isinstance(value, np.generic):
             self.leaves[name] = value.item()  # which state_dict() may return
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            # A read-only one, such as a memory-mapped file, may be larger than the memory.
-            self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
+            # A file that is mapped read-only may be larger than the memory.
+            is_file = not value.flags.writeable and (isinstance(value, np.memmap) or value.nbytes > _NUMBERS)
+            self.leaves[name] = repr(value) if is_file else fingerprint(value)
         elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
             is_seeded = self._seeded is None or value in self._seeded
             self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)

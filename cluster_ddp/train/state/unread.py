@@ -11,9 +11,12 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.set_before_read import trees_with
 from cluster_ddp.train.state.surroundings import is_of_user
+from cluster_ddp.train.task import Task
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef)
@@ -54,7 +57,7 @@ def is_set_first(kind: type, key: str) -> bool:
     if any(key in names for base in kind.__mro__ for names in _names_in_unseen_code(base)):
         return False
     nodes = [node for tree in trees_with(key) for node in ast.walk(tree)]
-    if any(_may_read_all(node, key) for node in nodes):
+    if any(_may_read_all(node, kind, key) for node in nodes):
         return False
     functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
     reads = sum(_is_read(node, key) for node in nodes)
@@ -70,14 +73,18 @@ def _names_in_unseen_code(kind: type) -> Iterator[tuple[Any, ...]]:
                 yield (*code.co_names, *code.co_consts)
 
 
-def _may_read_all(node: ast.AST, key: str) -> bool:
-    """Whether this names the attribute in a string, as for getattr(), or may read whatever attributes there are."""
+def _may_read_all(node: ast.AST, kind: type, key: str) -> bool:
+    """Whether this names the attribute in a string, as for getattr(), or may read whatever attributes there are.
+
+    Those of settings and other helpers may be read so elsewhere, those of a task or a module by itself.
+    """
+    may_be_elsewhere = not issubclass(kind, (Task, nn.Module))
     if isinstance(node, ast.Attribute):
-        return ast.unparse(node) == "self.__dict__"
+        return node.attr == "__dict__" and (may_be_elsewhere or ast.unparse(node) == "self.__dict__")
     if isinstance(node, ast.Call):
         name, first = ast.unparse(node.func).rpartition(".")[2], [ast.unparse(argument) for argument in node.args[:1]]
         is_computed = not all(isinstance(argument, ast.Constant) for argument in node.args[1:2])
-        return (name in _OF_ALL and first == ["self"]) or (name == "getattr" and is_computed)
+        return (name in _OF_ALL and (may_be_elsewhere or first == ["self"])) or (name == "getattr" and is_computed)
     return isinstance(node, ast.Constant) and bool(node.value == key)
 
 

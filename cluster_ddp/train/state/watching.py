@@ -163,6 +163,7 @@ class Watch:
         if len(looks) == 2:  # before the first step, and after it
             self._set_before_read = set_before_read(changes[1], looks[0][0], looks[1][0], now)
             places = self._set_before_read
+            found = {name for name in found if not is_within(name, places)}
             changes = [[name for name in changed if not is_length_of(name, places)] for changed in changes]
         defaults = {name for name in set().union(*changes) if _is_default(name, self._task, now)}
         changes = [
@@ -178,7 +179,7 @@ class Watch:
         is_taken = self._claims.taken(now, saved, rivals, looks[-1][1])
         kept: set[str] = set()  # of all that has changed, what the state has under any name
         for (was, saved_then), changed in zip(looks, changes, strict=True):
-            changed = without_tables(changed, now.leaves)
+            changed = without_tables(changed, was.leaves, now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             lost = {name for name in changed if self._inner_comes_back.get(name) is False}
             lost -= self._unread(lost, now)
