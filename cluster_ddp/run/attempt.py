@@ -38,7 +38,7 @@ def begin_attempt(
     is_latest_start: Callable[[], bool] = lambda: False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> AttemptDirectory:
-    """Begin the next attempt of a run, or return the one that this allocation has already begun.
+    """Begin the next attempt of a run, or return the one that this process has already begun in this allocation.
 
     Parameters
     ----------
@@ -77,14 +77,17 @@ def begin_attempt(
     run.refuse_links()
     history = read_history(run, strict=True)
     begin_as_copy(run, _count(history))
+    process = identify(pid, host)
     last, decision = history.last, None
     while True:
         refuse_ended(history)
         if last is not None:
             same_job = slurm_job_id is not None and last.slurm_job_id == slurm_job_id
+            # If a different process has begun it, Slurm, which has lost its latest state, counts from an older one.
+            same_count = same_job and last.restart_count == restart_count
             if same_job and last.number >= history.first_number:
-                is_over = last.ended is not None  # and Slurm, which has lost its latest state, counts from an older one
-                if last.restart_count == restart_count and not is_over:
+                is_over = last.ended is not None
+                if same_count and not is_over and last.process == process:
                     return run.attempt(last.number)
                 # Its storage held this one up, or it was cut off from Slurm.
                 if last.restart_count > restart_count and not (is_over and is_latest_start()):
@@ -92,7 +95,7 @@ def begin_attempt(
                         f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
                         f"begins in this earlier start. If that attempt is over: {resume_command(run.path)}"
                     )
-            if not is_earlier_start(last, slurm_job_id, restart_count):
+            if not (same_count or is_earlier_start(last, slurm_job_id, restart_count)):
                 try:
                     knows = None in (cluster, last.cluster) or cluster == last.cluster
                     _make_sure_it_is_over(history, last, job_alive if knows else None, another_runs if knows else None)
@@ -108,7 +111,6 @@ def begin_attempt(
                 f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
                 "If it is not an attempt, remove it"
             )
-        process = identify(pid, host)
         record = AttemptRecord(number, time.time(), process, slurm_job_id, restart_count, nodes, procs, cluster=cluster)
         try:
             published = publish(run, record, given_up)

@@ -16,7 +16,7 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.history import History
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.stopfile import FINAL_REASONS
-from cluster_ddp.slurm.states import SlurmJob
+from cluster_ddp.slurm.states import LETS_RUN, SlurmJob
 
 _DECIDED_SOON_SECONDS = 120.0  # in the ordinary case; network storage may show a file a minute late
 _DECIDED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which may take a minute
@@ -88,10 +88,10 @@ def left_behind(history: History, job: SlurmJob | None) -> str | None:
     """Say that a job still holds its nodes minutes after its run has ended; None if none does.
 
     If slurmstepd is killed on the batch host, Slurm does not notice that the script has ended, perhaps until the job's
-    time limit.
+    time limit. Or somebody has stopped the keeper (SIGSTOP).
     """
     last = history.last
-    if last is None or job is None or job.state != "RUNNING" or job.job_id != last.slurm_job_id:
+    if last is None or job is None or job.state not in LETS_RUN or job.job_id != last.slurm_job_id:
         return None
     latest = max((float(event["time"]) for event in history.of_attempt(last.number)), default=last.begun)
     if time.time() - latest < _DECIDED_SECONDS:

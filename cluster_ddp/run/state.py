@@ -10,6 +10,7 @@ from cluster_ddp.run.final_state import final_state
 from cluster_ddp.run.history import History
 from cluster_ddp.run.keeper_at_work import is_deciding, left_behind, waits_for_requeue
 from cluster_ddp.run.run_state import RunState
+from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.starting import NEVER_BEGAN, failed_before, failed_start, never_began, should_have_begun, waits_for
 from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON
 from cluster_ddp.slurm.reasons import in_words
@@ -84,8 +85,10 @@ def _stopping(history: History) -> str | None:
     last, request = history.current_attempt, history.stop_request
     if request is None or last is None or last.ended is not None:
         return None
-    why = f"asked by {request.by or 'a person'}" if request.reason == PERSON else request.reason
-    return f"stopping: {why}"
+    if request.reason != PERSON:
+        return f"stopping: {request.reason}"
+    stopping = f"stopping: asked by {request.by or 'a person'}"
+    return "; ".join(filter(None, [stopping, silent_nodes(history)]))  # which would not end
 
 
 def _no_attempt_may_follow(history: History) -> bool:

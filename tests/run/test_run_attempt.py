@@ -114,6 +114,12 @@ def test_the_same_allocation_gets_its_attempt_back(run: RunDirectory) -> None:
     assert list_attempts(run) == [first]
 
 
+def test_a_job_whose_first_start_slurm_has_forgotten_begins_the_next_attempt(run: RunDirectory) -> None:
+    """In the first one again, a script would get no `args_on_resume`, and start over."""
+    begin_dead(run, slurm_job_id="5")
+    assert begin(run, slurm_job_id="5").number == 1
+
+
 def test_a_start_that_slurm_counts_from_an_older_state_begins_an_attempt(run: RunDirectory) -> None:
     """Its controller has lost its latest state, and with it some of the restarts."""
     end_attempt(begin(run, slurm_job_id="5", restart_count=2))

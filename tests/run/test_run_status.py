@@ -17,6 +17,7 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.slurm.commands import parse_queue
 
 Say = Callable[..., None]
@@ -115,15 +116,16 @@ def test_a_running_job_whose_nodes_have_ended_is_told(run: RunDirectory, say: Sa
 def test_a_job_that_still_holds_nodes_minutes_after_its_run_has_ended_is_told(
     run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slurmstepd on the batch host was killed: Slurm did not notice that the script had ended."""
+    """Its slurmstepd on the batch host was killed, which Slurm did not notice, or its keeper was stopped."""
     begin(run, slurm_job_id="7")
     say("completed", 0, step=5)
     assert describe(run, {"7": slurm_job("RUNNING")}).reason is None
     here = time.time
     monkeypatch.setattr(time, "time", lambda: here() + 400)
-    found = describe(run, {"7": slurm_job("RUNNING")})
-    assert found.state is RunState.COMPLETED
-    assert found.reason is not None and found.reason.endswith("To end it: scancel 7")
+    for state in ("RUNNING", "STOPPED"):
+        found = describe(run, {"7": slurm_job(state)})
+        assert found.state is RunState.COMPLETED
+        assert found.reason is not None and found.reason.endswith("To end it: scancel 7")
     assert describe(run, {"7": slurm_job("COMPLETING")}).reason is None
 
 
@@ -144,6 +146,8 @@ def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
     os.utime(attempt.alive_file(1), (here() - 190,) * 2)
     told = describe(run, {"12": slurm_job("RUNNING")}).reason
     assert told is not None and told.startswith("no sign of life from n1 for 3 min")
+    request_stop(attempt, reason="person", by="me")
+    assert describe(run, {"12": slurm_job("RUNNING")}).reason == f"stopping: asked by me; {told}"
 
 
 def test_no_node_is_silent_because_the_clock_here_is_ahead_of_the_storages(
