@@ -118,9 +118,10 @@ def _unseen(job_id: str | None, host: str) -> str:
 def _how_to_continue(job: SlurmJob) -> str:
     """Say who has made a job's processes stand still, and what makes them continue."""
     if job.state == "STOPPED":  # not by Slurm, which therefore does not resume it either
+        # The first reaches the job's steps, the second its script: which of them was stopped, Slurm does not show.
         return (
-            f"stopped by a signal (scancel --signal=STOP); it continues where it is after scancel --signal=CONT --full "
-            f"{job.job_id}"
+            "stopped by a signal (scancel --signal=STOP); it continues where it is after: "
+            f"scancel --signal=CONT {job.job_id}; scancel --signal=CONT --full {job.job_id}"
         )
     return "suspended by Slurm; it continues where it is when Slurm resumes it"
 

@@ -132,7 +132,8 @@ def test_a_job_that_still_holds_nodes_minutes_after_its_run_has_ended_is_told(
 def test_processes_that_a_signal_has_stopped_wait_for_another_signal(run: RunDirectory, say: Say) -> None:
     begin_on_two_nodes(run, say)
     told = describe(run, {"12": slurm_job("STOPPED")})
-    assert told.state is RunState.SUSPENDED and "scancel --signal=CONT --full 12" in str(told.reason)
+    assert told.state is RunState.SUSPENDED
+    assert str(told.reason).endswith("scancel --signal=CONT 12; scancel --signal=CONT --full 12")
     assert "when Slurm resumes it" in str(describe(run, {"12": slurm_job("SUSPENDED")}).reason)
 
 
