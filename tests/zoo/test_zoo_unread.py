@@ -27,11 +27,11 @@ class Anneals(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.count += 1
         loss = super().loss(model, batch)
-        self.annealed, self.means = 1 / self.count, batch[0].mean(0)
+        self.annealed, self.means_of_batch = 1 / self.count, batch[0].mean(0)
         if self.count > 2:
             self.annealed_late = 2 / self.count
             loss = loss * self.annealed_late
-        return loss * self.annealed + 0.0 * self.means.sum()
+        return loss * self.annealed + 0.0 * self.means_of_batch.sum()
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
