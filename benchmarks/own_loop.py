@@ -1,13 +1,17 @@
 """What do run.resumable and run.steps cost per step, on top of the same loop without?
 
-    python benchmarks/own_loop.py            # one process, then two ranks; about five minutes
+    python benchmarks/own_loop.py            # one process, then two ranks; about ten minutes
     python benchmarks/own_loop.py --quick    # few rounds, to see that it works
 
 In one process both loops train a model each, in turn: an epoch of the one, an epoch of the other, each time in another
-order, so that the machine's moods hit both alike. The table shows the median over the rounds of a step's time in the
-loop without, of the difference in the same round, and of the ratio, in seconds and in the processor time of this
-process and its workers, which other processes disturb least; and by how much its memory grew in the rounds of the loop
-with us. The bare loop is timed twice in each round; what these two differ is noise.
+order, so that the machine's moods hit both alike. Each case is measured in several processes, as the place of a model
+in memory may favour one loop for the whole life of a process. The allocator returns no memory to the system: whether
+it does so in every step or never, up to a third of a step's time, is otherwise a matter of luck and not of the loop.
+
+The table shows the median over all rounds of a step's time in the loop without, of the difference in the same round,
+and of the ratio, in seconds and in the processor time of a process and its workers, which other processes disturb
+least; and the most that memory grew in the rounds of the loop with us. The bare loop is timed twice in each round; what
+these two differ is noise.
 
 To reach: a ratio of at most 1.02 with images and workers, and 1.05 with a tiny MLP on tensors without workers.
 """
@@ -15,6 +19,7 @@ To reach: a ratio of at most 1.02 with images and workers, and 1.05 with a tiny 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import random
@@ -40,6 +45,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from cluster_ddp.train import join_run
 
 BATCH = 32
+PROCESSES = 3
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
 CASES = ("tensors, no workers", "images, no workers", "images, 4 workers", "plain samples", "steps")
 
 
@@ -118,7 +125,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Ten
 
 
 def measure(case: str, folder: Path, rounds: int, steps: int) -> None:
-    """Time both loops in turn, and print a line on rank 0."""
+    """Time both loops in turn; rank 0 writes the figures beside the run."""
     with join_run(folder) as run:
         world = run.world.world_size
         bare, bare_optimizer = make(case, world)
@@ -159,7 +166,7 @@ def measure(case: str, folder: Path, rounds: int, steps: int) -> None:
         if case != "steps":
             next(epochs, None)
         if run.world.is_main:
-            show(case, world, found, steps)
+            folder.with_name("rounds.json").write_text(json.dumps(found))
         run.log(run.step, {"ratio": 1.0})
 
 
@@ -186,18 +193,36 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def show(case: str, world: int, found: dict[str, list[Round]], steps: int) -> None:
+def show(case: str, world: int, processes: list[dict[str, list[Round]]]) -> None:
     """Print a line of the table."""
+    steps = steps_of(case)
+    found = {name: [row for process in processes for row in process[name][1:]] for name in processes[0]}
+    grown = max(sum(row.grown_mib for row in process["ours"]) for process in processes)
     columns = [f"{world} x {case:20}"]
     for kind in ("seconds", "cpu"):
-        bare, again, ours = ([getattr(row, kind) for row in found[name][1:]] for name in ("bare", "again", "ours"))
+        bare, again, ours = ([getattr(row, kind) for row in found[name]] for name in ("bare", "again", "ours"))
         base = [(first + second) / 2 for first, second in zip(bare, again, strict=True)]
         over = statistics.median(mine - other for mine, other in zip(ours, base, strict=True)) / steps * 1e6
         ratio = statistics.median(mine / other for mine, other in zip(ours, base, strict=True))
         noise = statistics.median(second / first for first, second in zip(bare, again, strict=True))
         each = statistics.median(base) / steps * 1e6
         columns.append(f"{kind}: {each:8.1f} us {over:+8.1f} us, ratio {ratio:.3f} (noise {noise:.3f})")
-    print(*columns, f"memory {sum(row.grown_mib for row in found['ours']):+.1f} MiB", sep="   ", flush=True)
+    print(*columns, f"memory {grown:+.1f} MiB", sep="   ", flush=True)
+
+
+def in_processes(case: str, world: int, *, quick: bool) -> dict[str, list[Round]]:
+    """Measure a case in new processes, one for each rank."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    with tempfile.TemporaryDirectory() as folder:
+        here = ["--here", str(Path(folder) / "run"), "--case", case, *(["--quick"] if quick else [])]
+        subprocess.run([*start, __file__, *here], check=True, env=os.environ | KEEP_MEMORY)
+        found = json.loads((Path(folder) / "rounds.json").read_text())
+    return {name: [Round(*row) for row in rows] for name, rows in found.items()}
+
+
+def steps_of(case: str) -> int:
+    """Steps in a round."""
+    return 60 if case.startswith("images") else 300
 
 
 def main() -> None:
@@ -208,17 +233,12 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="measure only this")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in this process, with this run directory
     options = parser.parse_args()
-    rounds = 5 if options.quick else 21
     if options.here:
-        measure(options.case, options.here, rounds, 60 if options.case.startswith("images") else 300)
+        measure(options.case, options.here, 3 if options.quick else 9, steps_of(options.case))
         return
     for world in options.world:
         for case in [options.case] if options.case else CASES:
-            start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-            quick = ["--quick"] if options.quick else []
-            with tempfile.TemporaryDirectory() as folder:
-                here = ["--here", str(Path(folder) / "run")]
-                subprocess.run([*start, __file__, *here, "--case", case, *quick], check=True)
+            show(case, world, [in_processes(case, world, quick=options.quick) for _ in range(PROCESSES)])
 
 
 if __name__ == "__main__":
