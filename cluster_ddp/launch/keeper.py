@@ -105,7 +105,7 @@ class Keeper:
             kept = self._keep()
         except ClusterDDPError as error:
             if isinstance(error, RunAlive):
-                self._records.write_in_vain()
+                self._records.write_refused_start()
             self._stay_ended()
             raise
         if kept.job_action != "requeue":

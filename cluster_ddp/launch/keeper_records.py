@@ -11,7 +11,7 @@ from cluster_ddp.process import host_name
 from cluster_ddp.run.attempt_record import list_attempts, read_attempt
 from cluster_ddp.run.decision import Decision, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.events import START_IN_VAIN, EventWriter, on_this_host
+from cluster_ddp.run.events import START_REFUSED, EventWriter, on_this_host
 
 RECORD_SECONDS = 20.0
 
@@ -57,11 +57,11 @@ class KeeperRecords:
         """Write what was decided about an attempt, and that it is over."""
         self.if_possible(lambda: record_decision(attempt, decision, writer=self.writer))
 
-    def write_in_vain(self) -> None:
-        """Write that nothing begins in this job, such as one of a chain whose dependency somebody has removed."""
-        self.if_possible(self._write_in_vain)
+    def write_refused_start(self) -> None:
+        """Record that no attempt begins in this job, for example in one of a chain whose dependency was removed."""
+        self.if_possible(self._write_refused_start)
 
-    def _write_in_vain(self) -> None:
+    def _write_refused_start(self) -> None:
         start, attempts = self._allocation.start, list_attempts(self._run)
         if start is None or not attempts or read_attempt(attempts[-1]).slurm_job_id == start.task:
             return  # of two starts of one job, the newer one trains
@@ -71,7 +71,7 @@ class KeeperRecords:
             "began in it"
         )
         events = EventWriter(self._run, self.writer)
-        events.write(START_IN_VAIN, attempt=alive, slurm_job_id=start.task, message=message)
+        events.write(START_REFUSED, attempt=alive, slurm_job_id=start.task, message=message)
 
     def if_possible(
         self,

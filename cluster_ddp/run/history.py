@@ -19,7 +19,7 @@ from cluster_ddp.run.events import (
     RESUME_REFUSED,
     RESUME_REQUESTED,
     RESUMED,
-    START_IN_VAIN,
+    START_REFUSED,
     STARTED,
     STOPPED,
     read_events,
@@ -131,7 +131,7 @@ class History:
 
         One that was started too early, while an attempt was alive, ended without doing anything.
         """
-        started_early = {event.get("slurm_job_id") for event in self.events if event["event"] == START_IN_VAIN}
+        started_early = {event.get("slurm_job_id") for event in self.events if event["event"] == START_REFUSED}
         behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
         return next((job_id for job_id in behind if job_id not in started_early), None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster_ddp.run.causes import what_failed
-from cluster_ddp.run.events import CHECKPOINT, CHECKPOINT_FAILED, START_IN_VAIN, WARNING
+from cluster_ddp.run.events import CHECKPOINT, CHECKPOINT_FAILED, START_REFUSED, WARNING
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.unfinished import failed_save, seconds_of_a_save, unfinished_saves
@@ -14,7 +14,7 @@ _MAX_WARNINGS = 10
 
 def warnings_of(history: History) -> tuple[str, ...]:
     """Return what training warned about since the last `resume`, each text once, the latest last."""
-    warned = [event for event in history.events if event["event"] in (WARNING, START_IN_VAIN)]
+    warned = [event for event in history.events if event["event"] in (WARNING, START_REFUSED)]
     current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
     messages = [str(event.get("message")) for event in current if not _is_made_up_for(history, event)]
     if unfinished := unfinished_saves(history):

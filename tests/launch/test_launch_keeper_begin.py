@@ -119,6 +119,6 @@ def test_a_job_of_a_chain_that_is_started_too_early_says_so(fast_disk: Path) -> 
     begin_attempt(run, slurm_job_id="76", host="n0", pid=os.getpid(), nodes=1, procs=1)
     with pytest.raises(RunAlive):
         live(World(run, 0, Life()))
-    assert [event["slurm_job_id"] for event in read_events(run) if event["event"] == "start-in-vain"] == ["77"]
+    assert [event["slurm_job_id"] for event in read_events(run) if event["event"] == "start-refused"] == ["77"]
     (warned,) = describe(run, None).warnings
     assert warned.startswith("Slurm job 77 was started while attempt 0 was alive")

@@ -195,6 +195,6 @@ def test_of_a_chain_whose_next_job_has_been_cancelled_it_is_said_that_nothing_co
     assert f"cluster-ddp resume {run.path}" in found.reason
     assert describe(run, {"8": slurm_job("PENDING", "Dependency")}).state is RunState.REQUEUED
     add_slurm_job(run, "9")
-    say("start-in-vain", 0, slurm_job_id="8", message="Slurm job 8 was started while attempt 0 was alive")
+    say("start-refused", 0, slurm_job_id="8", message="Slurm job 8 was started while attempt 0 was alive")
     assert "Slurm job 9 of its chain was to continue it" in str(describe(run, {}).reason)
     assert describe(run, None).reason == "stopped: time-limit"  # Slurm cannot be queried

@@ -125,7 +125,7 @@ def test_a_job_of_the_chain_that_somebody_has_started_too_early_does_not_continu
     for job_id in ("5", "6", "7"):
         add_slurm_job(run, job_id)
     first = begin_dead(run, slurm_job_id="5")
-    say("start-in-vain", 0, at=1, slurm_job_id="6", message="Slurm job 6 was started while attempt 0 was alive")
+    say("start-refused", 0, at=1, slurm_job_id="6", message="Slurm job 6 was started while attempt 0 was alive")
     assert describe(run, None).warnings == ("Slurm job 6 was started while attempt 0 was alive",)
     request_stop(first, reason="time-limit", by="the keeper")
     say("checkpoint", 0, at=2, step=10)
