@@ -85,7 +85,7 @@ class Allocation(Protocol):
     def requeue(self) -> None:
         """Requeue the job; may not return. Raises `SlurmRefused` and `SlurmError` as Slurm's commands do."""
 
-    def stay_ended(self, *, unwanted: bool) -> None:
+    def prevent_restart(self, *, unwanted: bool) -> None:
         """Keep Slurm, or whatever provides the nodes, from restarting the job, which is over.
 
         Parameters
@@ -98,7 +98,7 @@ class Allocation(Protocol):
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         """Whether there are enough nodes besides the bad ones, and the job can do without those."""
 
-    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
+    def exclude(self, bad: Sequence[str], link: str | None = None) -> bool:
         """Exclude the bad hosts from the job, which is requeued; return whether that was accepted.
 
         Parameters
@@ -109,7 +109,7 @@ class Allocation(Protocol):
 
 
 @contextlib.contextmanager
-def _unharmed() -> Iterator[None]:
+def _shielded_from_signals() -> Iterator[None]:
     """Protect commands started in here from the warning and from Slurm's SIGTERM, which goes to all of a job.
 
     They inherit blocked signals. Signals that arrive meanwhile are handled afterwards, or by other threads.
@@ -148,7 +148,7 @@ class SlurmAllocation:
     def environment(self) -> dict[str, str]:
         return step_environment(os.environ)
 
-    @_unharmed()
+    @_shielded_from_signals()
     def ask_ahead(self) -> bool:
         job = self._show()
         self._learn_kill_wait()
@@ -156,12 +156,12 @@ class SlurmAllocation:
             return False
         return is_ending(job)
 
-    @_unharmed()
+    @_shielded_from_signals()
     def why_it_ends(self, seconds: float) -> str | None:
         job = self._show(seconds)
         return None if job is None else why_it_ends(job, self._restarts, self._grace_end)
 
-    @_unharmed()
+    @_shielded_from_signals()
     def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
         learning = threading.Thread(target=self._learn_kill_wait, daemon=True)
         learning.start()
@@ -197,12 +197,12 @@ class SlurmAllocation:
             return None
         return f"scontrol is not on PATH on {host_name()}: a line of launch.setup may have taken it off (module purge)"
 
-    @_unharmed()
+    @_shielded_from_signals()
     def requeue(self) -> None:
         requeue_job(self._start.task, self._start.partition)
 
-    @_unharmed()
-    def stay_ended(self, *, unwanted: bool) -> None:
+    @_shielded_from_signals()
+    def prevent_restart(self, *, unwanted: bool) -> None:
         """See `Allocation`. Sites may requeue after certain exit statuses, and Slurm after a preemption with grace.
 
         Newer Slurm versions (24.05, 26.05) mark a job preempted with grace. If that is prevented from restarting, they
@@ -219,7 +219,7 @@ class SlurmAllocation:
             elif job.requeued_by_slurm and not queued:  # a newer start, which has replaced this one, may need it
                 forbid_requeue(self._start.task)
 
-    @_unharmed()
+    @_shielded_from_signals()
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         start = self._start
         try:
@@ -235,8 +235,8 @@ class SlurmAllocation:
             return False
         return enough_others(usable, bad=bad, excluded=closed, nodes=start.nodes)
 
-    @_unharmed()
-    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
+    @_shielded_from_signals()
+    def exclude(self, bad: Sequence[str], link: str | None = None) -> bool:
         try:
             exclude_hosts(link or self._start.task, self._as_slurm_names(bad))
         except SlurmError:

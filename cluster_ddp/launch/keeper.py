@@ -106,15 +106,16 @@ class Keeper:
         except ClusterDDPError as error:
             if isinstance(error, RunAlive):
                 self._records.write_refused_start()
-            self._stay_ended()
+            self._conclude_job()
             raise
         if kept.job_action != "requeue":
-            self._stay_ended()
+            self._conclude_job()
         return kept
 
-    def _stay_ended(self) -> None:
+    def _conclude_job(self) -> None:
+        """See to it that the job is not started again, and notify the user."""
         self._end.stop_listening()
-        self._allocation.stay_ended(unwanted=self._end.unwanted())
+        self._allocation.prevent_restart(unwanted=self._end.unwanted())
         seconds = NOTICE_SECONDS + RECORD_SECONDS
         self._records.if_possible(lambda: give_notice(self._run, writer=self._records.writer), seconds=seconds)
 
@@ -300,7 +301,7 @@ class Keeper:
 
     def _exclude(self, bad: list[str], link: str | None = None) -> None:
         """Exclude bad hosts from the job's further starts, or from the next job of its chain."""
-        if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad, link):
+        if bad and self._allocation.has_enough_others(bad) and self._allocation.exclude(bad, link):
             names, further = " ".join(bad), f"Slurm job {link}" if link else "further starts of this job"
             say(f"excluded from {further}: {names}")
             self._records.write(WARNING, message=f"the bad hosts are excluded from {further}: {names}")

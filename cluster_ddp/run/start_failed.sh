@@ -142,14 +142,14 @@ if [[ $again == again ]]; then
 fi
 
 # Sites may requeue jobs after certain exit statuses (RequeueExit), which would never end.
-stay_ended() {
+prevent_restart() {
     $queued && return
     shown=$(call scontrol show job -o "$task")
     is_queued "$shown" || [[ $shown != *\ Requeue=1\ * ]] || call scontrol update JobId="$task" Requeue=0
 }
 
 [[ -f $run/run.json ]] || { # as of an element of a sweep that has not begun yet
-    stay_ended
+    prevent_restart
     exit
 }
 if ! $queued && [[ ! $ends ]]; then
@@ -167,7 +167,7 @@ printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id
     "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
     >>"$said"
 
-stay_ended
+prevent_restart
 
 # Hosts can be excluded only from a job in the queue.
 $queued && next=$task

@@ -166,11 +166,11 @@ class _ThisMachine:
     def requeue(self) -> NoReturn:
         self._requeue(int(self._warning), None)
 
-    def stay_ended(self, *, unwanted: bool) -> None:
+    def prevent_restart(self, *, unwanted: bool) -> None:
         """See `Allocation`: submitit's controller restarts nothing by itself."""
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False
 
-    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
+    def exclude(self, bad: Sequence[str], link: str | None = None) -> bool:
         return False

@@ -100,13 +100,13 @@ class SimulatedAllocation:
         if fate == "unheard":
             raise SlurmError("scontrol gave no answer in 60 s")
 
-    def stay_ended(self, *, unwanted: bool) -> None:
+    def prevent_restart(self, *, unwanted: bool) -> None:
         self._world.left_queue = unwanted
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False
 
-    def keep_from(self, bad: Sequence[str], link: str | None = None) -> bool:
+    def exclude(self, bad: Sequence[str], link: str | None = None) -> bool:
         return False
 
 

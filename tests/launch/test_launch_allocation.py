@@ -106,7 +106,7 @@ def test_hosts_that_slurm_knows_by_full_names_are_excluded_by_them(
     allocation = SlurmAllocation(start)
     bad = ["n1", "n3"]  # n3 failed in an earlier attempt, and is down
     assert allocation.has_enough_others(bad)
-    assert allocation.keep_from(bad)
+    assert allocation.exclude(bad)
     assert "ExcNodeList=n1.cluster.org,n3.cluster.org" in (tmp_path / "said").read_text()
 
 

@@ -51,7 +51,7 @@ def test_storage_that_hangs_as_an_attempt_begins_is_told_and_left(
     left = list[str]()
     _hang(monkeypatch, where)
     monkeypatch.setattr(SimulatedAllocation, "has_enough_others", lambda allocation, bad: True)
-    monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad, link: bool(left.extend(bad) or left))
+    monkeypatch.setattr(SimulatedAllocation, "exclude", lambda allocation, bad, link: bool(left.extend(bad) or left))
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life())
     kept = live(world)
     assert kept is not None and kept.job_action == "requeue" and world.queued
@@ -69,7 +69,7 @@ def test_the_next_job_of_a_chain_leaves_a_host_whose_storage_hangs(
     left = list[object]()
     _hang(monkeypatch, "begin")
     monkeypatch.setattr(SimulatedAllocation, "has_enough_others", lambda allocation, bad: True)
-    monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad, link: bool(left.append((bad, link))))
+    monkeypatch.setattr(SimulatedAllocation, "exclude", lambda allocation, bad, link: bool(left.append((bad, link))))
     run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
     for job in ("77", "78", "79"):
         add_slurm_job(run, job)

@@ -258,7 +258,7 @@ def test_a_batch_host_that_loses_the_run_directory_is_left(fast_disk: Path, monk
     run, left = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), list[str]()
     monkeypatch.setattr(SimulatedStep, "_end", lambda step: run.path.rename(fast_disk / "elsewhere"))
     monkeypatch.setattr(SimulatedAllocation, "has_enough_others", lambda allocation, bad: True)
-    monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad, link: bool(left.extend(bad) or left))
+    monkeypatch.setattr(SimulatedAllocation, "exclude", lambda allocation, bad, link: bool(left.extend(bad) or left))
     world = World(run, 0, Life(lasts=10))
     kept = live(world)
     assert kept is not None and kept.job_action == "requeue" and world.queued
