@@ -93,8 +93,8 @@ class BatchHost:
         except queue.Empty:
             return None
 
-    def beside(self, do: Callable[[], None]) -> None:
-        """Do something slow in the background, or right here if the system allows no more threads."""
+    def in_background(self, do: Callable[[], None]) -> None:
+        """Do something slow in the background, or here and now if the system allows no more threads."""
         try:
             threading.Thread(target=do, daemon=True).start()
         except RuntimeError:
@@ -148,7 +148,7 @@ class BatchHost:
             except Exception as error:
                 done.put((None, error))
 
-        self.beside(put)
+        self.in_background(put)
         return done
 
     def start_job_step(

@@ -93,7 +93,7 @@ class EndOfJob:
             if self._allocation.ask_ahead() and self.reason is None:
                 self._host.post(Signal(signal.SIGTERM, self._host.now()))
 
-        self._host.beside(ask)
+        self._host.in_background(ask)
 
     def begin(self, attempt: AttemptDirectory) -> None:
         """From now on ask this attempt to stop, also for a signal that arrived before its folder existed."""
@@ -176,7 +176,7 @@ class EndOfJob:
                 self._host.sleep(_ASK_PAUSE_SECONDS)
             self._host.post(Answer(signalled, *answer))
 
-        self._host.beside(ask)
+        self._host.in_background(ask)
 
     def _end_is_explained(self, answer: Answer) -> None:
         self._unanswered = None

@@ -217,7 +217,7 @@ class Keeper:
             self._records.write(NODE_FAILED, host=self._records.host_name, error=why, suspect=True)
             self._end.job_step_has_ended()
             return
-        self._host.beside(prepare_to_decide)
+        self._host.in_background(prepare_to_decide)
         self._end.ask_ahead()
         exited_at = math.inf
         while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():

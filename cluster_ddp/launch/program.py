@@ -171,7 +171,7 @@ class NodeProgram:
         self._note_a_standstill()
         agent_status = self._agent.poll()  # before the ranks: any that are alive now have outlived it
         gone = self._ranks.poll(self._output.exits.unended())
-        self._reaper.know(rank.pid for rank in self._ranks.living)
+        self._reaper.note_ranks(rank.pid for rank in self._ranks.living)
         self._forced_end.note(gone, agent_ended=agent_status is not None)
         self._sign_of_life.give()
         self._pass_on_output()

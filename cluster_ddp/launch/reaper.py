@@ -49,8 +49,8 @@ class Reaper:
     def pid(self) -> int:
         return self._process.pid
 
-    def know(self, ranks: Iterable[int]) -> None:
-        """Tell it the processes of ranks: it may find no mark on those that set their titles (setproctitle)."""
+    def note_ranks(self, ranks: Iterable[int]) -> None:
+        """Tell the reaper which processes are ranks: those that set their titles (setproctitle) bear no mark."""
         for pid in ranks:
             if pid not in self._known:
                 self._known.add(pid)

@@ -187,7 +187,7 @@ class SimulatedHost(BatchHost):
         self._listened: set[int] = set()
         self._posted: list[tuple[float, News]] = []
         self._step: SimulatedStep | None = None
-        self._beside = False
+        self._in_background = False
 
     def now(self) -> float:
         return self._world.now
@@ -206,13 +206,13 @@ class SimulatedHost(BatchHost):
     def post(self, news: News) -> None:
         self._posted.append((self._world.now, news))
 
-    def beside(self, do: Callable[[], None]) -> None:
+    def in_background(self, do: Callable[[], None]) -> None:
         """What it takes does not pass for the keeper; what it finds out comes when it is found out."""
-        before, self._beside = self._world.now, True
+        before, self._in_background = self._world.now, True
         try:
             do()
         finally:
-            self._world.now, self._beside = before, False
+            self._world.now, self._in_background = before, False
 
     def within(self, seconds: float, do: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T | None:
         return do()
@@ -241,7 +241,7 @@ class SimulatedHost(BatchHost):
         return self._step
 
     def _pass_until(self, moment: float) -> None:
-        if self._beside:
+        if self._in_background:
             self._world.now = moment
             return
         while self._rest and self._rest[0][0] <= moment:

@@ -104,14 +104,14 @@ def _raise() -> None:
 
 
 class _Clock(BatchHost):
-    """A batch host whose time is set by hand, and on which nothing runs beside."""
+    """A batch host whose time is set by hand, and on which nothing runs in the background."""
 
     time = 0.0
 
     def now(self) -> float:
         return self.time
 
-    def beside(self, do: Callable[[], None]) -> None:
+    def in_background(self, do: Callable[[], None]) -> None:
         do()
 
 
