@@ -18,7 +18,7 @@ def command(as_json: JsonList = False) -> None:
     """List the runs in $CLUSTER_DDP_RUNS, else the site file's runs_dir, else ./runs, oldest first."""
     runs_dir = runs_dir_of(None)
     overview = Overview(runs_dir)
-    known = overview.know()
+    known = overview.read_known()
     found, sweeps = overview.divide(known, describe_with(known, ask_slurm(known), overview.summarize))
     if as_json:
         rows = [{**_row(sweep.as_run()), "elements": sweep.to_json()} for sweep in sweeps]

@@ -15,7 +15,7 @@ from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.state_cache import EndedRuns, Known
 from cluster_ddp.run.status import RunStatus, RunSummary
 from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep
-from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, know_elements
+from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, read_known_elements
 
 S = TypeVar("S", bound=RunSummary)
 
@@ -28,15 +28,15 @@ class Overview:
         self._ended = {runs_dir: EndedRuns(runs_dir)}
         self._sweeps: dict[SweepDirectory, str | None] = {}  # with why one cannot be read
 
-    def know(self) -> list[Known]:
+    def read_known(self) -> list[Known]:
         """What to ask squeue about for the runs and the elements of sweeps."""
-        known: list[Known] = [self._ended[self._runs_dir].know(run) for run in list_runs(self._runs_dir)]
+        known: list[Known] = [self._ended[self._runs_dir].read_known(run) for run in list_runs(self._runs_dir)]
         self._sweeps = dict.fromkeys(list_sweeps(self._runs_dir))
         for sweep in self._sweeps:
             if sweep.path not in self._ended:
                 self._ended[sweep.path] = EndedRuns(sweep.path)
             try:
-                known += know_elements(sweep, read_sweep(sweep), self._ended[sweep.path].know)
+                known += read_known_elements(sweep, read_sweep(sweep), self._ended[sweep.path].read_known)
             except RunError as error:
                 self._sweeps[sweep] = str(error)
         return known

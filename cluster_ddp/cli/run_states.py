@@ -13,7 +13,7 @@ from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import resume_command
-from cluster_ddp.run.jobs import know, slurm_job_ids
+from cluster_ddp.run.jobs import read_known, slurm_job_ids
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord, original_of
 from cluster_ddp.run.run_state import RunState
@@ -48,7 +48,7 @@ def say_if_copy(run: RunDirectory, record: RunRecord | None) -> None:
 
 def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
     """The state of each run, with what Slurm says about its jobs; notes it on stderr if Slurm cannot be queried."""
-    known = [know(run) for run in runs]
+    known = [read_known(run) for run in runs]
     return describe_with(known, ask_slurm(known), describe_known)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from cluster_ddp.cli.overview import Overview
 from cluster_ddp.cli.run_states import K, SlurmJobs, ask_slurm, describe_with
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.jobs import know
+from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.state_cache import EndedRuns, Known
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import find_sweep, read_sweep
-from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, best_of, know_elements
+from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, best_of, read_known_elements
 from cluster_ddp.slurm.states import SlurmJob
 
 # Many people watching at once must not slow Slurm's controller down: the run directories tell most of what changes.
@@ -54,7 +54,7 @@ class Selection:
     def snapshot(self) -> Snapshot:
         """The states now."""
         if self._overview is not None:
-            everything = self._overview.know()
+            everything = self._overview.read_known()
             found = self._describe(everything, self._overview.describe)
             self._overview.save(everything)
             return Snapshot(*self._overview.divide(everything, found))
@@ -86,5 +86,5 @@ class Selection:
 
     def _known(self) -> Sequence[Known]:
         if self.sweep is not None:
-            return know_elements(self.sweep, read_sweep(self.sweep), self._ended.know)
-        return [know(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]
+            return read_known_elements(self.sweep, read_sweep(self.sweep), self._ended.read_known)
+        return [read_known(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]

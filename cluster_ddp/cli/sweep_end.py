@@ -13,11 +13,11 @@ from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, resume_command
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.jobs import KnownRun, know, living_jobs
+from cluster_ddp.run.jobs import KnownRun, living_jobs, read_known
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, read_sweep, update_sweep, withdraw
-from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
+from cluster_ddp.run.sweep_status import NotBegun, describe_element, read_known_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 from cluster_ddp.submit.adopting import adopt_sweep_jobs
@@ -83,7 +83,7 @@ def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, S
     limit_umask(sweep.path)
     try:
         adopt_sweep_jobs(sweep, seconds=PATIENCE_SECONDS)
-        known = know_elements(sweep, read_sweep(sweep), know)
+        known = read_known_elements(sweep, read_sweep(sweep), read_known)
         job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
         jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
     except SlurmError as error:

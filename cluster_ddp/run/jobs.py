@@ -47,7 +47,7 @@ class KnownRun:
         return self.record is not None and is_of_original(self.run, self.record, job_id)
 
 
-def know(run: RunDirectory) -> KnownRun:
+def read_known(run: RunDirectory) -> KnownRun:
     """Read which Slurm jobs a run has, to query squeue for them."""
     attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
     try:
@@ -59,7 +59,7 @@ def know(run: RunDirectory) -> KnownRun:
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:
     """Return every Slurm job of a run, to query squeue for them before `describe`."""
-    return know(run).slurm_job_ids
+    return read_known(run).slurm_job_ids
 
 
 def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[list[SlurmJob], list[SlurmJob]]:
@@ -68,7 +68,7 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
     A note in a folder proves nothing: somebody may have copied or written it. A job belongs to the run if its comment,
     which only its owner and Slurm's administrators can set, names the run.
     """
-    known = know(run)
+    known = read_known(run)
     names = names_in_comments(run, known.record)
     if not is_mine(run.record_file):
         names &= names_in_comments(run, None)

@@ -21,7 +21,7 @@ from cluster_ddp import __version__
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.goodput import Goodput
-from cluster_ddp.run.jobs import KnownRun, know
+from cluster_ddp.run.jobs import KnownRun, read_known
 from cluster_ddp.run.reading import parse_object, read_file
 from cluster_ddp.run.record import JOB_LISTS, RunRecord
 from cluster_ddp.run.run_state import RunState
@@ -71,15 +71,15 @@ class EndedRuns:
     def _kept(self) -> dict[str, Any]:
         return _read(self._file, self._header)
 
-    def know(self, run: RunDirectory) -> KnownRun | EndedRun:
+    def read_known(self, run: RunDirectory) -> KnownRun | EndedRun:
         """Return what to query squeue for, reading from the run only if necessary."""
-        return self._recall(run) or know(run)
+        return self._recall(run) or read_known(run)
 
     def describe(self, known: Known, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
         """Return the status of a run (see `cluster_ddp.run.status.describe`), and remember it if the run has ended."""
         alone = _is_alone(known.slurm_job_ids, slurm_jobs)
         if isinstance(known, EndedRun):
-            return known.status if alone else describe_known(know(known.run), slurm_jobs)
+            return known.status if alone else describe_known(read_known(known.run), slurm_jobs)
         status = describe_element(known, slurm_jobs)
         if alone and isinstance(known, KnownRun) and _has_ended(known, status):
             self._keep(known, status)

@@ -13,7 +13,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.facts import Facts
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.jobs import KnownRun, current_job, know
+from cluster_ddp.run.jobs import KnownRun, current_job, read_known
 from cluster_ddp.run.keeper_at_work import nodes_have_ended
 from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.outlook import Outlook, outlook_of
@@ -86,7 +86,7 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
     slurm_jobs
         What squeue says, by job id; jobs that it no longer knows are missing. None if Slurm could not be queried.
     """
-    return describe_known(know(run), slurm_jobs)
+    return describe_known(read_known(run), slurm_jobs)
 
 
 def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:

@@ -46,15 +46,15 @@ class NotBegun:
         return [*noted, *self.found]
 
 
-def know_elements(
-    sweep: SweepDirectory, record: SweepRecord, know_run: Callable[[RunDirectory], K]
+def read_known_elements(
+    sweep: SweepDirectory, record: SweepRecord, read_run: Callable[[RunDirectory], K]
 ) -> list[K | NotBegun]:
     """Read what to query squeue for, for the elements of a sweep in order.
 
     Parameters
     ----------
-    know_run
-        Does so for an element that has a run: `cluster_ddp.run.jobs.know`, or a function that uses a cache.
+    read_run
+        Does so for an element that has a run: `cluster_ddp.run.jobs.read_known`, or a function that uses a cache.
     """
     begun = {element.name for element in sweep.begun(record.elements)}
     offset = None if record.busy else record.announced
@@ -66,7 +66,7 @@ def know_elements(
             orphaned = OrphanedJob(frozenset({record.id}), element.number - offset, noted)
         if element.name not in begun:
             return NotBegun(sweep, record, element, orphaned)
-        run = know_run(sweep.run(element))
+        run = read_run(sweep.run(element))
         return replace(run, orphaned=orphaned, withdrawn=record.withdrawn) if isinstance(run, KnownRun) else run
 
     return [known(element) for element in record.elements]

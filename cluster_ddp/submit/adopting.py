@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.jobs import know
+from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, read_sweep, update_sweep
-from cluster_ddp.run.sweep_status import know_elements
+from cluster_ddp.run.sweep_status import read_known_elements
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.submit.base import note_submitted
 
@@ -23,7 +23,7 @@ def adopt_run_jobs(run: RunDirectory, *, seconds: float) -> None:
     SlurmError
         squeue is missing, or the controller does not answer in that time.
     """
-    known = know(run)
+    known = read_known(run)
     if known.orphaned is None or known.record is None:
         return
     (found,) = with_orphaned_jobs([known], ask_about([known], seconds=seconds))
@@ -37,7 +37,7 @@ def adopt_sweep_jobs(sweep: SweepDirectory, *, seconds: float) -> None:
     record = read_sweep(sweep)
     if record.announced is None or record.busy:
         return
-    known = know_elements(sweep, record, know)
+    known = read_known_elements(sweep, record, read_known)
     tasks: dict[str, list[Element]] = {}
     for element, entry in zip(
         record.elements, with_orphaned_jobs(known, ask_about(known, seconds=seconds)), strict=True

@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
-from cluster_ddp.run.jobs import know
+from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run, runs_dir_of
@@ -66,7 +66,7 @@ class RunHandle:
 
         If Slurm cannot be queried, the status is derived from the run directory alone.
         """
-        known = know(self._run)
+        known = read_known(self._run)
         try:
             jobs = ask_about([known], seconds=_QUEUE_SECONDS)
         except SlurmError:

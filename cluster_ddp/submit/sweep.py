@@ -18,7 +18,7 @@ from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.errors import RunError, to_continue
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.jobs import know
+from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.record import slurm_comment
 from cluster_ddp.run.runs import keep_script, runs_dir_of, share_with_group
 from cluster_ddp.run.status import RunStatus
@@ -36,7 +36,7 @@ from cluster_ddp.run.sweep import (
     with_elements,
     withdraw,
 )
-from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
+from cluster_ddp.run.sweep_status import TO_START, describe_element, read_known_elements
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import cancel_job, query_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size
@@ -229,7 +229,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
 def find_out(sweep: SweepDirectory) -> list[RunStatus]:
     """Determine the states of the elements of a sweep claimed by this process; raises `SlurmError` if unanswered."""
     record = replace(read_sweep(sweep), submitting=None)
-    known = know_elements(sweep, record, know)
+    known = read_known_elements(sweep, record, read_known)
     jobs = query_jobs(job_id for element in known for job_id in element.slurm_job_ids)
     return [describe_element(element, jobs) for element in known]
 

@@ -57,7 +57,7 @@ def rest(run: RunDirectory) -> None:
 def look(run: RunDirectory, jobs: dict[str, SlurmJob] | None = None) -> tuple[RunStatus, bool]:
     """What a command tells of the only run there is, and whether it had to be read for that."""
     runs = EndedRuns(run.path.parent)
-    known = [runs.know(run) for run in list_runs(run.path.parent)]
+    known = [runs.read_known(run) for run in list_runs(run.path.parent)]
     (status,) = [runs.describe(entry, {} if jobs is None else jobs) for entry in known]
     runs.save([entry.run for entry in known])
     return status, not isinstance(known[0], EndedRun)
