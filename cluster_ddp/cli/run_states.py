@@ -27,7 +27,7 @@ from cluster_ddp.slurm.states import SlurmJob
 
 # RUN_FAILED for all others.
 _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: RUN_STOPPED, RunState.CANCELLED: RUN_STOPPED}
-_DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
+_DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was requeued may have been cancelled there
 METRICS_SHOWN = 4
 K = TypeVar("K", bound=Known)
 S = TypeVar("S", bound=RunSummary)

@@ -71,7 +71,7 @@ class Ending(enum.Enum):
     STOPPED = "was stopped", RunState.STOPPED, False
     FAILED_AT_START = "failed at start-up", RunState.FAILED, True
     FAILED = "failed", RunState.FAILED, False
-    NOT_REQUEUED = "could not be queued again", RunState.FAILED, False
+    NOT_REQUEUED = "could not be requeued", RunState.FAILED, False
     HUNG = "hung", RunState.FAILED, False
     UNKNOWN = "left no record of its end", RunState.LOST, False
 

@@ -30,12 +30,12 @@ _BATCH_KILLED = ("RaisedSignal", "JobLaunchFailure")  # Slurm's reason once a ba
 def final_state(facts: Facts) -> tuple[RunState, str]:
     """Return state and reason of a run whose last attempt is over."""
     end = _End(facts)
-    return next((found for look in _LOOKS if (found := look(end))), (end.outcome.ending.state, end.outcome.why))
+    return next((found for rule in _RULES if (found := rule(end))), (end.outcome.ending.state, end.outcome.why))
 
 
 @dataclass(frozen=True)
 class _End:
-    """The end of a run's last attempt, and what the looks below ask about it."""
+    """The end of a run's last attempt, and what the rules below ask about it."""
 
     facts: Facts
 
@@ -49,7 +49,7 @@ class _End:
 
     @cached_property
     def requeued(self) -> list[Event]:
-        """That its job was queued again."""
+        """That its job was requeued."""
         return self.facts.history.of_attempt(self.last.number, events.REQUEUED)
 
     @property
@@ -59,7 +59,7 @@ class _End:
 
     @property
     def should_go_on(self) -> bool:
-        """Whether the keeper has the job queued again after such an end, unless a limit is reached."""
+        """Whether the keeper requeues the job after such an end, unless a limit is reached."""
         return self.outcome.ending in (Ending.STOPPED, Ending.FAILED, Ending.HUNG)
 
     @property
@@ -78,13 +78,13 @@ class _End:
 
 
 def _not_requeued(end: _End) -> Found | None:
-    """The keeper was killed while it tried to have the job queued again."""
+    """The keeper was killed while it tried to requeue the job."""
     delayed = None if end.facts.is_job_cancelled else why_delayed(end.facts.history)
     return (RunState.FAILED, f"requeue failed: {delayed}. {end.advice}") if delayed else None
 
 
-def _requeued_for_nothing(end: _End) -> Found | None:
-    """The job was queued again, and no further attempt began."""
+def _never_restarted(end: _End) -> Found | None:
+    """The job was requeued, and no further attempt began."""
     job, outcome = end.facts.job, end.outcome
     if not end.requeued:
         return None
@@ -96,7 +96,7 @@ def _requeued_for_nothing(end: _End) -> Found | None:
         return None
     if end.forgotten:
         gone = _why_forgotten(end, "was cancelled, or ended before an attempt started")
-        return end.lost(f"{outcome.why}; its job was queued again; {gone}")
+        return end.lost(f"{outcome.why}; its job was requeued; {gone}")
     if job is None or job.job_id != end.last.slurm_job_id:
         return None
     # Newer Slurm versions call a job PREEMPTED if it ever was, however its last start ended.
@@ -111,7 +111,7 @@ def _requeued_for_nothing(end: _End) -> Found | None:
     elif job.state == "COMPLETED":  # no start that begins no attempt ends so: it was the last one's own exit
         perhaps = ". Slurm has forgotten the requeue: its controller died before it had saved that"
     how = f"{end.facts.how_the_job_ended()} before an attempt started"
-    return end.lost(f"{outcome.why}; its job was queued again, and {how}{perhaps}")
+    return end.lost(f"{outcome.why}; its job was requeued, and {how}{perhaps}")
 
 
 def _stopped_without_keeper(end: _End) -> Found | None:
@@ -120,7 +120,7 @@ def _stopped_without_keeper(end: _End) -> Found | None:
         return None
     job = end.facts.job
     how = f"Slurm job {job.job_id} {end.facts.how_the_job_ended()}: " if job is not None else ""
-    why = f"its keeper was killed before it had the job queued again; training {end.outcome.why}"
+    why = f"its keeper was killed before it requeued the job; training {end.outcome.why}"
     return end.lost(how + why)
 
 
@@ -136,7 +136,7 @@ def _chain_is_gone(end: _End) -> Found | None:
 def _failed_without_keeper(end: _End) -> Found | None:
     if not end.should_go_on or not end.keeper_was_killed:
         return None
-    why = "its keeper was killed, or its node failed, before it had the job queued again"
+    why = "its keeper was killed, or its node failed, before it requeued the job"
     return end.outcome.ending.state, f"{end.outcome.why}; {why}. {end.advice}"
 
 
@@ -172,9 +172,9 @@ def _why_forgotten(end: _End, likely: str) -> str:
     )
 
 
-_LOOKS: tuple[Callable[[_End], Found | None], ...] = (
+_RULES: tuple[Callable[[_End], Found | None], ...] = (
     _not_requeued,
-    _requeued_for_nothing,
+    _never_restarted,
     _stopped_without_keeper,
     _chain_is_gone,
     _failed_without_keeper,

@@ -84,7 +84,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
     assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING"
     gone = describe(run, {})
     assert gone.state is RunState.LOST, "it was to come again, and nobody has stopped it"
-    assert "preemption; its job was queued again; Slurm no longer knows its job 7: it was cancelled" in str(gone.reason)
+    assert "preemption; its job was requeued; Slurm no longer knows its job 7: it was cancelled" in str(gone.reason)
     assert f"To continue: cluster-ddp resume {run.path}" in str(gone.reason)
 
 
