@@ -64,7 +64,7 @@ def command(
         status = resume.resume_here(plan, plan.start, show=sys.stderr if as_json else sys.stdout)
         state, exit_status = status.state, report_ended(found, status)
     else:
-        job_id, state = resume.send_again(plan, plan.start), RunState.PENDING
+        job_id, state = resume.resubmit(plan, plan.start), RunState.PENDING
         report_submitted(found, job_id)
     if as_json:
         print_json_line(found, job_id, state)

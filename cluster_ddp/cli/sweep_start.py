@@ -14,12 +14,12 @@ from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, read_sweep
 from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.sweep import Submitted, SweepPlan, plan_again, submit_sweep
+from cluster_ddp.submit.sweep import Submitted, SweepPlan, planned_before, submit_sweep
 
 
 def go_on(sweep: SweepDirectory, nodes: int | None, procs: int | None, *, as_json: bool) -> int:
     """Start what is missing, failed or stopped of a sweep, as it was last started; returns the exit status."""
-    plan, record = plan_again(sweep), read_sweep(sweep)
+    plan, record = planned_before(sweep), read_sweep(sweep)
     remark(plan.remarks)
     if record.via == LOCAL:
         return run_here(plan, record.at_once or 1, nodes, procs, None, as_json=as_json)

@@ -49,7 +49,7 @@ class _End:
 
     @cached_property
     def requeued(self) -> list[Event]:
-        """That its job was requeued."""
+        """The events that its job was requeued."""
         return self.facts.history.of_attempt(self.last.number, events.REQUEUED)
 
     @property

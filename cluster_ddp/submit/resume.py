@@ -99,7 +99,7 @@ def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> R
     return local.run_attempt(run, start, show=show)
 
 
-def send_again(plan: ResumePlan, again: Submission) -> str | None:
+def resubmit(plan: ResumePlan, again: Submission) -> str | None:
     """Submit a run again to the same run directory, as it was first submitted; return the new Slurm job id.
 
     The run's batch script is sent as it is, including edits by a person; only changed settings create a new one.

@@ -103,7 +103,7 @@ def plan_sweep(
     return SweepPlan(sweep, tuple(elements), variants.job, variants.first, variants.specs, script, remarks)
 
 
-def plan_again(sweep: SweepDirectory) -> SweepPlan:
+def planned_before(sweep: SweepDirectory) -> SweepPlan:
     """Return a sweep as it was last planned, from its folder; nothing is written.
 
     Raises
@@ -194,11 +194,11 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
         adopt_sweep_jobs(plan.sweep, seconds=_QUEUE_SECONDS)
     record = prepare(plan, SBATCH, at_once)
     try:
-        found = find_out(plan.sweep)
+        found = element_states(plan.sweep)
         numbers = [number for number, status in enumerate(found) if status.state in TO_START]
         begun = {element.number: element for element in plan.sweep.begun([record.elements[n] for n in numbers])}
         for element in begun.values():
-            ask_to_go_on(plan.sweep, element)
+            resume_element(plan.sweep, element)
         job_ids: list[str] = []
         for offset, tasks in split(numbers, max_array_size()):
             after = job_ids[-1] if job_ids and at_once is not None else None
@@ -226,7 +226,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
     )
 
 
-def find_out(sweep: SweepDirectory) -> list[RunStatus]:
+def element_states(sweep: SweepDirectory) -> list[RunStatus]:
     """Determine the states of the elements of a sweep claimed by this process; raises `SlurmError` if unanswered."""
     record = replace(read_sweep(sweep), submitting=None)
     known = read_known_elements(sweep, record, read_known)
@@ -234,8 +234,8 @@ def find_out(sweep: SweepDirectory) -> list[RunStatus]:
     return [describe_element(element, jobs) for element in known]
 
 
-def ask_to_go_on(sweep: SweepDirectory, element: Element) -> None:
-    """Let a run that has ended continue when its element is started again."""
+def resume_element(sweep: SweepDirectory, element: Element) -> None:
+    """Request that the run of an element, which has ended, continue when the element is started again."""
     run = sweep.run(element)
     run.refuse_links()
     request_resume(run, by=caller(), seen=read_history(run))

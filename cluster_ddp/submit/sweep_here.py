@@ -28,7 +28,7 @@ from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.element import run_of_element
 from cluster_ddp.submit.machine import devices_here
 from cluster_ddp.submit.supervisor import noting_stops
-from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
+from cluster_ddp.submit.sweep import SweepPlan, element_states, prepare, release
 
 _POLL_SECONDS = 0.2
 
@@ -157,9 +157,9 @@ def run_sweep(
     places = [Place(tuple(devices[number * share : (number + 1) * share])) for number in range(at_once)]
     record = prepare(plan, LOCAL, at_once)
     try:
-        states = {number: status.state for number, status in enumerate(find_out(plan.sweep))}
+        states = {number: status.state for number, status in enumerate(element_states(plan.sweep))}
         waiting = [element for element in record.elements if states[element.number] in TO_START]
         SweepHere(plan.sweep, places, nodes, procs, report, record.submitting).run(waiting)
-        return find_out(plan.sweep)
+        return element_states(plan.sweep)
     finally:
         release(plan.sweep, record)

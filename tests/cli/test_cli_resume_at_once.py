@@ -24,7 +24,7 @@ from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.resume import ResumePlan, plan_resume, send_again
+from cluster_ddp.submit.resume import ResumePlan, plan_resume, resubmit
 from cluster_ddp.submit.sbatch import SbatchSubmission
 
 
@@ -116,7 +116,7 @@ def test_of_four_calls_at_once_one_submits_and_the_others_say_so(
 
     def resume(_: int) -> str:
         try:
-            return str(send_again(plan, SbatchSubmission(plan.spec)))
+            return str(resubmit(plan, SbatchSubmission(plan.spec)))
         except SubmitError as error:
             return str(error)
 

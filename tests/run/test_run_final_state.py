@@ -140,9 +140,7 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(
         found = describe(run, jobs)
         assert found.state is RunState.LOST
         assert str(found.reason).startswith("Slurm job 7 ended as PREEMPTED: " if jobs else "its keeper")
-        assert f"killed before it requeued the job; training stopped: {reason}. To continue:" in str(
-            found.reason
-        )
+        assert f"killed before it requeued the job; training stopped: {reason}. To continue:" in str(found.reason)
     if reason == "terminated":
         assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
     end_attempt(attempt)
