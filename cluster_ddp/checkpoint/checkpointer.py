@@ -184,8 +184,8 @@ class Checkpointer:
             is_last=is_last,
         )
         # First, because a GPU sends one thing after another to the host, and the next step would wait for the copy.
-        alike = save.plan.alike if self._coordinator.world_size > 1 or self._on_cuda else ()
-        digest = ReplicaDigest({name: tensors[name] for name in alike})
+        names = save.plan.replicated_names if self._coordinator.world_size > 1 or self._on_cuda else ()
+        digest = ReplicaDigest({name: tensors[name] for name in names})
         writes = self._rank in save.plan.layouts
         if writes:
             self._staging.prepare(save.plan.layouts[self._rank], self._on_cuda)

@@ -155,7 +155,7 @@ def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[s
     return refused
 
 
-def strangers_in(directory: Path) -> list[str]:
+def unknown_names_in(directory: Path) -> list[str]:
     """Names that are not checkpoints, set aside or not: unfinished, being removed, or not this package's."""
     return sorted(
         name for name in _names_in(directory) if step_of(name) is None and not name.startswith((*_SET_ASIDE, ".nfs"))

@@ -43,7 +43,7 @@ class SavePlan:
     signature: str  # equal on two ranks exactly when they made the same plan
 
     @functools.cached_property
-    def alike(self) -> tuple[str, ...]:
+    def replicated_names(self) -> tuple[str, ...]:
         """The names in `replicated`, in the same order on all ranks."""
         return tuple(sorted(self.replicated))
 

@@ -23,7 +23,7 @@ from cluster_ddp.checkpoint.errors import (
     CheckpointUnreadable,
     NoSuchCheckpoint,
 )
-from cluster_ddp.checkpoint.folders import abandoned_in, damaged_in, strangers_in
+from cluster_ddp.checkpoint.folders import abandoned_in, damaged_in, unknown_names_in
 from cluster_ddp.checkpoint.format import (
     MAX_MANIFEST,
     Entry,
@@ -42,7 +42,7 @@ from cluster_ddp.run.lineage import Lineage, attempt_in, read_lineage
 from cluster_ddp.run.reading import open_regular, read_file
 from cluster_ddp.run.record import read_record
 
-_WHAT_STRAYS = "not a checkpoint: being written or removed, left by a dead attempt, or not this package's"
+_UNKNOWN = "not a checkpoint: being written or removed, left by a dead attempt, or not this package's"
 PIECE = 4 << 20  # bytes read and hashed at a time
 
 # Where the bytes of a tensor go: memory of their size, or a function called with each piece and its offset.
@@ -195,7 +195,7 @@ def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[Ch
     return [info for info in inspected if info is not None] + [
         *(_abandoned(directory / name, step, lineage) for name, step in abandoned_in(directory).items()),
         *(CheckpointInfo(directory / name, "set-aside") for name in damaged_in(directory)),
-        *(CheckpointInfo(directory / name, "stray", problems=(_WHAT_STRAYS,)) for name in strangers_in(directory)),
+        *(CheckpointInfo(directory / name, "stray", problems=(_UNKNOWN,)) for name in unknown_names_in(directory)),
     ]
 
 

@@ -96,13 +96,14 @@ class Writer:
         self.failed: dict[str, Any] | None = None
         self._recorded = True  # whether the failure of the last save, if any, was recorded
 
-    def carry_out(self, save: Save, take: Callable[[], memoryview] | None, alike: dict[str, str]) -> bool:
+    def carry_out(self, save: Save, take: Callable[[], memoryview] | None, digests: dict[str, str]) -> bool:
         """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`.
 
-        `take` returns the bytes of this rank's shard; None: it writes none.
+        `take` returns the bytes of this rank's shard; None: it writes none. `digests` are of the tensors that have to
+        be the same on all ranks, by kind.
         """
         coordinator = self._coordinator
-        receipt = {"plan": save.plan.signature, "alike": alike}
+        receipt = {"plan": save.plan.signature, "digests": digests}
         if take is not None:
             receipt |= self._write_shard(save, take)
         if coordinator.rank != 0:
@@ -156,7 +157,7 @@ class Writer:
         try:
             got = {0: own, **self._coordinator.collect(save.number, range(1, self._coordinator.world_size))}
             manifest = self._manifest(save, got)
-            self._compare(save, {rank: receipt["alike"] for rank, receipt in got.items()})
+            self._compare(save, {rank: receipt["digests"] for rank, receipt in got.items()})
             self._publish(save, manifest)
         except AttemptSuperseded as error:
             self.superseded = True
@@ -181,15 +182,16 @@ class Writer:
         self._tidy_up(save.step)
         return True
 
-    def _compare(self, save: Save, alike: dict[int, dict[str, str]]) -> None:
+    def _compare(self, save: Save, digests: dict[int, dict[str, str]]) -> None:
         """Refuse to combine ranks that do not hold the same tensors into one checkpoint."""
-        different = [rank for rank in sorted(alike) if alike[rank] != alike[0]]
+        own = digests[0]
+        different = [rank for rank in sorted(digests) if digests[rank] != own]
         if not different:
             return
-        kinds = sorted({kind for rank in different for kind in alike[0] if alike[rank].get(kind) != alike[0][kind]})
+        kinds = sorted({kind for rank in different for kind in own if digests[rank].get(kind) != own[kind]})
         self.diverged = (
-            f"at step {save.step} rank{'s' * (len(different) > 1)} {listed(different, 8)} of {len(alike)} did not hold "
-            f"what rank 0 held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
+            f"at step {save.step} rank{'s' * (len(different) > 1)} {listed(different, 8)} of {len(digests)} did not "
+            f"hold what rank 0 held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
         )
         raise SaveFailed({"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": host_name()})
 
@@ -237,6 +239,7 @@ class Writer:
             raise SaveFailed({"file": receipt["file"], "rank": rank, "error": problem})
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
+        """Write the manifest, then give the folder its final name, which makes the checkpoint valid."""
         storage, temporary, final = self._storage, self._temporary(save), self._directory / step_name(save.step)
         with created(storage, temporary / MANIFEST) as fd:
             storage.write(fd, manifest.to_bytes())
