@@ -36,7 +36,7 @@ def meet_in(directory: Path, world: World) -> str | None:
         raise TrainError(f"rank 0 on {host} cannot make the run directory {place}: {problem}")
     for rank, (sees, other_host, other_place, _) in enumerate(found):
         if not sees:
-            raise TrainError(_strangers(f"rank 0 on {host}", place, f"rank {rank} on {other_host}", other_place))
+            raise TrainError(_not_shared(f"rank 0 on {host}", place, f"rank {rank} on {other_host}", other_place))
     differs = next((f"{other} on {other_host}" for _, other_host, _, other in found if other != version), None)
     if differs is None:
         return None
@@ -63,7 +63,7 @@ def _mark(directory: Path) -> Iterator[tuple[str | None, str | None]]:
         yield Path(file.name).name, None
 
 
-def _strangers(first: str, place: str, other: str, other_place: str) -> str:
+def _not_shared(first: str, place: str, other: str, other_place: str) -> str:
     if place != other_place:
         return (
             f"the ranks have different run directories: {first} {place}, and {other} {other_place}. They write their "

@@ -181,7 +181,7 @@ class FrozenLayers:
                 )
 
 
-def refuse_other_ways(error: AttributeError) -> None:
+def refuse_attributes_of_bare_model(error: AttributeError) -> None:
     """Raise a `TaskError` that explains what to do if `loss` uses the wrapped model like the bare one."""
     if "'DistributedDataParallel' object has no attribute" in str(error):
         raise TaskError(f"{error}: {_CALL_IT}") from error
@@ -199,7 +199,7 @@ def refuse_bypass(model: nn.Module, loss: Callable[[], Any]) -> Any:
     try:
         value = loss()
     except AttributeError as error:
-        refuse_other_ways(error)
+        refuse_attributes_of_bare_model(error)
         raise
     finally:
         handle.remove()
@@ -262,7 +262,7 @@ def _not_on_all(names: list[str]) -> list[str]:
     return sorted(first.union(*others) - first.intersection(*others)) or sorted(names)
 
 
-def refuse_own_state(
+def refuse_different_state(
     when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], own: Collection[str]
 ) -> None:
     """Compare, between the ranks, the state that is saved from rank 0 only; all ranks must call it.
@@ -288,9 +288,9 @@ def refuse_own_state(
         for name, tensor in tensors.items()
         if name in own or (name.startswith(_FROM_RANK_0) and not name.startswith(f"task.{MODULE_BUFFERS}."))
     }
-    texts = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
-    texts |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
-    leaves = (leaf for name, value in texts.items() for leaf in _leaves(name, value))
+    values = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
+    values |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
+    leaves = (leaf for name, value in values.items() for leaf in _leaves(name, value))
     found = {name.removeprefix(_HANDED_OVER): _short(json.dumps(value)) for name, value in leaves}
     if named:
         found.update(zip(named, tensor_digests(list(named.values())).tolist(), strict=True))

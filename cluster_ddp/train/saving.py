@@ -28,7 +28,7 @@ from cluster_ddp.train.communicating import IN_CHECKS, Alone
 from cluster_ddp.train.data.made_from import MadeFrom
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.refusals import refuse_own_state
+from cluster_ddp.train.refusals import refuse_different_state
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
@@ -178,7 +178,7 @@ class Saving:
         if self._checkpointer is None or (self.has_saved(step) and not again):
             return
         tensors, scalars = collected = state.collect()
-        refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
+        refuse_different_state(f"after step {step}", *collected, state.from_rank_0())
         self._check(state, step, collected)
         is_begun = self._checkpointer.save(
             step=step,
@@ -218,7 +218,7 @@ class Saving:
             state.watch_again(is_compared=self._rank == 0 or state.communicates)
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
-            refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
+            refuse_different_state(f"after step {step}", *collected, state.from_rank_0())
             if self._rank == 0:
                 state.note()
             self.made_from.end()

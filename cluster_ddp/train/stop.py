@@ -191,7 +191,7 @@ class StopConsensus:
     def end(self, step: int) -> StopDecision:
         """Call after the computation of that step; the result is the same on all ranks."""
         if self._alone:
-            return self._ask_myself()
+            return self._decide_alone()
         if self._work is None:
             return _NOTHING
         self._work.wait()
@@ -201,7 +201,7 @@ class StopConsensus:
         self._next = step + max(1, steps)
         return StopDecision(int(level), _REASONS_BY_CODE[int(reason)], bool(save), synced=True)
 
-    def _ask_myself(self) -> StopDecision:
+    def _decide_alone(self) -> StopDecision:
         level, save, now = self._stop.level, self._wants_save(), time.perf_counter()
         synced = now >= self._next_time
         if synced:

@@ -60,7 +60,7 @@ class Update:
         self._was_skipped: bool | Tensor = False
         self._is_trained = False  # whether a step has given a gradient, or changed the parameters by itself
         self._untrained: Tensor | None = None  # until then, the digests of the parameters after the first step
-        self._goes_on = False  # whether the optimizer state was loaded from a checkpoint
+        self._was_restored = False  # whether the optimizer state was loaded from a checkpoint
         if scaler is not None:
             optimizer.register_step_pre_hook(self._note_call)
         # On the CPU without a scaler, the optimizer is not called at all for a skipped update.
@@ -79,7 +79,7 @@ class Update:
     def restore(self, skipped: int, in_a_row: int) -> None:
         """Restore what `tally` returned; call it after the optimizer state has been restored."""
         self._tally.skipped, self._tally.in_a_row = skipped, in_a_row
-        self._goes_on = bool(self.optimizer.state)
+        self._was_restored = bool(self.optimizer.state)
 
     def clip(self) -> None:
         """Unscale the gradients, then clip their norm, as far as the settings ask for either."""
@@ -119,8 +119,8 @@ class Update:
             refuse_without_closure(self.optimizer, error)
             raise
         except KeyError as error:
-            if self._goes_on and (text := other_settings(self.optimizer, error)):
-                raise TaskError(text) from error
+            if self._was_restored and (message := other_settings(self.optimizer, error)):
+                raise TaskError(message) from error
             raise
         # Like optimizer.zero_grad(), which takes three to six times as long, but for all parameters, not only the
         # optimizer's.

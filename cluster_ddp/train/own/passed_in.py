@@ -18,7 +18,7 @@ from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrappers import bare_of, ddp_of
-from cluster_ddp.train.own.wrapping import refuse_divided, refuse_unwrapped
+from cluster_ddp.train.own.wrapping import refuse_sharded, refuse_unobservable, refuse_unwrapped
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.comparing import equal_bits
@@ -66,7 +66,8 @@ class PassedIn:
         named = _with_scalers(_listed(things))
         self.wrapped = [ddp for thing in named.values() if (ddp := ddp_of(thing)) is not None]
         bare = {name: bare_of(thing) for name, thing in named.items()}
-        refuse_divided(bare)
+        refuse_sharded(bare)
+        refuse_unobservable(bare)
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
         if not optimizers:
             raise TrainError(_without_optimizer(bare))
@@ -76,7 +77,7 @@ class PassedIn:
             for name, thing in bare.items()
             if isinstance(thing, nn.Module) and any(id(weight) in held for weight in thing.parameters())
         }
-        self._refuse_strangers(optimizers, trained)
+        self._refuse_foreign_parameters(optimizers, trained)
         if world_size > 1:
             refuse_unwrapped({name: ddp_of(named[name]) is not None for name in trained})
         self.model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
@@ -202,7 +203,7 @@ class PassedIn:
         return put_back
 
     @staticmethod
-    def _refuse_strangers(optimizers: Mapping[str, Optimizer], trained: Mapping[str, nn.Module]) -> None:
+    def _refuse_foreign_parameters(optimizers: Mapping[str, Optimizer], trained: Mapping[str, nn.Module]) -> None:
         known = {id(weight) for module in trained.values() for weight in module.parameters()}
         for name, optimizer in optimizers.items():
             if any(id(weight) not in known for weight in parameters_of(optimizer)):

@@ -10,24 +10,26 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TrainError
 
-_DIVIDED = {"DTensor", "FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"}  # importing these takes seconds
+_SHARDED = {"DTensor", "FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"}  # importing these takes seconds
 
 
-def refuse_divided(bare: Mapping[str, Any]) -> None:
-    """Raise a `TrainError` for a model in FSDP, DeepSpeed or tensor parallelism, of which each rank holds a part.
-
-    Also for an optimizer whose steps cannot be observed, such as PostLocalSGDOptimizer, which lets ranks diverge.
-    """
+def refuse_sharded(bare: Mapping[str, Any]) -> None:
+    """Raise a `TrainError` for a model in FSDP, DeepSpeed or tensor parallelism, of which each rank holds a part."""
     for name, thing in bare.items():
         if isinstance(thing, nn.Module):
             kinds = {type(part).__name__ for part in (*thing.modules(), *thing.parameters())}
-            if not _DIVIDED.isdisjoint(kinds):
+            if not _SHARDED.isdisjoint(kinds):
                 raise TrainError(
                     f"{name} is sharded across the ranks, as by FSDP (fully_shard), DeepSpeed or tensor parallelism, "
                     "but a checkpoint holds what is the same on all ranks: wrap the whole model in "
                     "DistributedDataParallel; or remove join_run(), and let the script resume from its own "
                     "checkpoints"
                 )
+
+
+def refuse_unobservable(bare: Mapping[str, Any]) -> None:
+    """Raise a `TrainError` for an optimizer whose steps cannot be observed, such as one that lets ranks diverge."""
+    for name, thing in bare.items():
         if isinstance(thing, Optimizer) and not hasattr(thing, "_optimizer_step_post_hooks"):
             raise TrainError(
                 f"{name} is a {type(thing).__name__}, which does not call torch.optim.Optimizer.__init__(), so its "
