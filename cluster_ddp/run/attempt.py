@@ -86,31 +86,15 @@ def begin_attempt(
             # If a different process has begun it, Slurm, which has lost its latest state, counts from an older one.
             same_count = same_job and last.restart_count == restart_count
             if same_job and last.number >= history.first_number:
-                is_over = last.ended is not None
-                if same_count and not is_over and last.process == process:
+                if same_count and last.ended is None and last.process == process:
                     return run.attempt(last.number)
-                # Its storage held this one up, or it was cut off from Slurm.
-                if last.restart_count > restart_count and not (is_over and is_latest_start()):
-                    raise RunAlive(
-                        f"Slurm has started job {slurm_job_id} again meanwhile (attempt {last.number}), so nothing "
-                        f"begins in this earlier start. If that attempt is over: {resume_command(run.path)}"
-                    )
+                _refuse_earlier_start(run, last, restart_count, is_latest_start)
             if not (same_count or is_earlier_start(last, slurm_job_id, restart_count)):
-                try:
-                    knows = None in (cluster, last.cluster) or cluster == last.cluster
-                    _make_sure_it_is_over(history, last, job_alive if knows else None, another_runs if knows else None)
-                except RunAlive:
-                    _take_back_resume(history, last)
-                    raise
+                same_cluster = None in (cluster, last.cluster) or cluster == last.cluster
+                asks = (job_alive, another_runs) if same_cluster else (None, None)
+                _make_sure_it_is_over(history, last, *asks)
             decision = _decide_late(history, last)
-        number = last.number + 1 if last is not None else _count(history)
-        while is_in_the_way(run.attempt(number)):
-            number += 1
-        if number > LAST_NUMBER:
-            raise RunError(
-                f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
-                "If it is not an attempt, remove it"
-            )
+        number = _next_number(history, last)
         record = AttemptRecord(number, time.time(), process, slurm_job_id, restart_count, nodes, procs, cluster=cluster)
         try:
             published = publish(run, record, given_up)
@@ -122,19 +106,47 @@ def begin_attempt(
         history, last = read_history(run, strict=True), read_attempt(run.attempt(number))
     if last is not None and decision is not None:
         record_decision(run.attempt(last.number), decision, writer=login_writer())
+    _note_in_record(run, slurm_job_id, nodes, procs)
+    if last is not None and last.number >= history.first_number:
+        _take_over_stop(run.attempt(last.number), run.attempt(number))
+    return run.attempt(number)
+
+
+def _refuse_earlier_start(
+    run: RunDirectory, last: AttemptRecord, restart_count: int, is_latest_start: Callable[[], bool]
+) -> None:
+    """Raise `RunAlive` in a start that storage has held up, or that was cut off from Slurm, until a later one began."""
+    if last.restart_count > restart_count and not (last.ended is not None and is_latest_start()):
+        raise RunAlive(
+            f"Slurm has started job {last.slurm_job_id} again meanwhile (attempt {last.number}), so nothing begins in "
+            f"this earlier start. If that attempt is over: {resume_command(run.path)}"
+        )
+
+
+def _next_number(history: History, last: AttemptRecord | None) -> int:
+    run = history.run
+    number = last.number + 1 if last is not None else _count(history)
+    while is_in_the_way(run.attempt(number)):
+        number += 1
+    if number > LAST_NUMBER:
+        raise RunError(
+            f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
+            "If it is not an attempt, remove it"
+        )
+    return number
+
+
+def _note_in_record(run: RunDirectory, slurm_job_id: str | None, nodes: int | None, procs: int | None) -> None:
     try:
         if slurm_job_id is not None:
             add_slurm_job(run, slurm_job_id)
         update_record(run, nodes=nodes, procs=procs)
     except OSError as error:
         raise RunError(f"cannot write {run.record_file}: {error}") from error
-    if last is not None and last.number >= history.first_number:
-        _take_over_stop(run.attempt(last.number), run.attempt(number))
-    return run.attempt(number)
 
 
 def _take_back_resume(history: History, alive: AttemptRecord) -> None:
-    """Revoke the resume of a run whose attempt turns out to be alive, which Slurm could not say when it was requested.
+    """Take back the resume of a run whose attempt is alive, which Slurm could not say when it was requested.
 
     An attempt that somebody has ended is only late.
     """
@@ -150,11 +162,13 @@ def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
     try:
         request_stop(attempt, reason=asked.reason, level=asked.level, by=asked.by)
     except OSError as error:
-        raise RunError(f"the run was asked to stop, which cannot be written to {attempt.path}: {error}") from error
+        raise RunError(
+            f"{asked.by or 'a person'} has asked the run to stop, but the request cannot be copied to {attempt.stop_file}: {error}"
+        ) from error
 
 
 def take_back_resume(run: RunDirectory, seen: int | None) -> None:
-    """Record that a resume has come to nothing; `seen` is the last attempt that it had seen."""
+    """Record that a resume was refused; `seen` is the last attempt that there was when it was requested."""
     EventWriter(run, login_writer()).write(events.RESUME_REFUSED, attempt=seen)
 
 
@@ -257,13 +271,20 @@ def _make_sure_it_is_over(
     job_alive: Callable[[str], bool | None] | None,
     another_runs: Callable[[str], bool] | None,
 ) -> None:
-    """Raise `RunAlive` unless the last attempt is over, as far as this machine and Slurm can tell."""
+    """Raise `RunAlive` unless the last attempt is over, as far as this machine and Slurm can tell.
+
+    A resume that was requested because Slurm could not say that the attempt is alive is then taken back.
+    """
     alive = attempt_is_alive(history, last)
     if alive is not False and last.slurm_job_id is not None and another_runs and another_runs(last.slurm_job_id):
         return
     if alive is None and last.slurm_job_id is not None and job_alive is not None:
         alive = job_alive(last.slurm_job_id)
-    refuse_alive(history, last, alive)
+    try:
+        refuse_alive(history, last, alive)
+    except RunAlive:
+        _take_back_resume(history, last)
+        raise
 
 
 def refuse_alive(history: History, last: AttemptRecord, alive: bool | None) -> None:
