@@ -94,7 +94,7 @@ def header_length(prefix: bytes | bytearray, file_bytes: int) -> int:
     """The length of the header, from the first 8 bytes of a file; `ShardDamaged` if the file is too short for it."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(file_bytes - 8, _MAX_HEADER):
-        raise ShardDamaged("the header is longer than the file")
+        raise ShardDamaged("the file is too short for its header")
     return length
 
 
@@ -105,15 +105,15 @@ def read_header(header: bytes | bytearray, file_bytes: int) -> tuple[Entry, ...]
         described = json.loads(header)
         entries = [_entry(name, value, start) for name, value in described.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
-        raise ShardDamaged(f"the header is not readable: {error}") from error
+        raise ShardDamaged(f"the header cannot be read: {error}") from error
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     position = start
     for entry in entries:
         if entry.begin != position or entry.end - entry.begin != entry.item.bytes:
-            raise ShardDamaged(f"the place of tensor {entry.item.name} does not fit its shape")
+            raise ShardDamaged(f"the header gives tensor {entry.item.name} a wrong position or size")
         position = entry.end
     if position != file_bytes:
-        raise ShardDamaged("the tensors do not fill the file")
+        raise ShardDamaged("the file is longer or shorter than its header says")
     return tuple(entries)
 
 
@@ -249,17 +249,17 @@ def _read(data: bytes) -> Manifest:
     try:
         body = json.loads(data)
     except (ValueError, MemoryError) as error:
-        raise ManifestDamaged("not readable as JSON") from error
+        raise ManifestDamaged("it is not valid JSON") from error
     if not isinstance(body, dict) or encode(body) != data:
-        raise ManifestDamaged("its bytes are not those that were written")
+        raise ManifestDamaged("it has been changed since it was written")
     if body.get("digest") != digest(body):
-        raise ManifestDamaged("its digest is not that of its content")
+        raise ManifestDamaged("its content does not match its digest")
     if body.get("format") != FORMAT:
         raise UnknownFormat(f"has format {body.get('format')!r}, this version of cluster_ddp reads {FORMAT}")
     try:
         return _from_body(body)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ManifestDamaged(f"its content is not that of a manifest ({error})") from error
+        raise ManifestDamaged(f"it is not a manifest as cluster_ddp writes it ({error})") from error
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
@@ -271,13 +271,13 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     aliases, scalars = body.get("aliases", {}), body["scalars"]
     for name, stored in tensors.items():
         if stored.shard not in shards or stored.dtype not in ITEM_BYTES:
-            raise ValueError(f"tensor {name!r}")
+            raise ValueError(f"tensor {name!r} has an unknown dtype, or is in a file that is not listed")
         if prod(stored.shape) * ITEM_BYTES[stored.dtype] > shards[stored.shard].bytes:
             raise ValueError(f"tensor {name!r} is larger than its shard")
     if any(target not in tensors or name in tensors for name, target in aliases.items()):
-        raise ValueError("aliases")
+        raise ValueError("an alias names no tensor")
     if not isinstance(scalars, dict):
-        raise ValueError("scalars")
+        raise ValueError("the scalars are not a JSON object")
     _check_numbers({name: value for name, value in scalars.items() if name != "task"})
     return Manifest(
         run_id=str(body["run_id"]),
@@ -300,7 +300,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 def _check_numbers(value: object) -> None:
     """Raise `ValueError` for an integer that is too large for a float."""
     if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
-        raise ValueError("a number among the scalars is too large")
+        raise ValueError("an integer in the scalars is too large")
     for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_numbers(below)
 
@@ -308,19 +308,19 @@ def _check_numbers(value: object) -> None:
 def _count(value: object) -> int:
     count = as_whole(value)
     if count is None:
-        raise ValueError("a count is not one")
+        raise ValueError(f"{value!r} is not a count")
     return count
 
 
 def _moment(value: object) -> float:
     moment = as_time(value)
     if moment is None:
-        raise ValueError("the time of its creation is not a time")
+        raise ValueError(f"created: {value!r} is not a time")
     return moment
 
 
 def _sizes(value: object) -> tuple[int, ...]:
     """A JSON list of non-negative integers, as a tuple; `ValueError` for anything else."""
     if not isinstance(value, list) or any(as_whole(number) is None for number in value):
-        raise ValueError(f"not a list of sizes: {value!r}")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(value)

@@ -153,11 +153,11 @@ def read_shard(path: Path, shard: Shard, manifest: Manifest, places: Mapping[str
             for entry in entries:
                 _fill_place(entry, places.get(entry.item.name), fill, scratch)
             if file.read(1):
-                raise ShardDamaged("it is longer than when it was written")
+                raise ShardDamaged("it has grown since it was written")
         except ShardDamaged as error:
             raise CheckpointDamaged(path.parent.name, [f"{name}: {error}"]) from error
         if hashed.hexdigest() != shard.xxh3:
-            raise CheckpointDamaged(path.parent.name, [f"{name}: its checksum is not that of the manifest"])
+            raise CheckpointDamaged(path.parent.name, [f"{name}: its checksum does not match the manifest"])
 
 
 @dataclass(frozen=True)
@@ -289,4 +289,4 @@ def _check_agreement(name: str, entries: tuple[Entry, ...], manifest: Manifest) 
     """Check that the header and the manifest agree on each tensor; otherwise one of them was forged."""
     listed = {tensor: (s.dtype, s.shape) for tensor, s in manifest.tensors.items() if s.shard == name}
     if listed != {entry.item.name: (entry.item.dtype, entry.item.shape) for entry in entries}:
-        raise ShardDamaged("its tensors are not those of the manifest")
+        raise ShardDamaged("its tensors do not match the manifest")

@@ -79,7 +79,7 @@ def _report(plan: SweepPlan, submitted: Submitted) -> None:
     inform(f"sweep {sweep.id}: {submitted.started} of {len(submitted.found)} elements submitted{jobs}")
     if left:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(others.items()))
-        inform(f"  left alone: {left} (before this call: {counts})")
+        inform(f"  not submitted again: {left} (states before this call: {counts})")
     inform(
         f"  directory:  {one_line(str(sweep.path))}",
         f"  watch:      cluster-ddp status {sweep.id} --watch",

@@ -84,4 +84,4 @@ class KeeperRecords:
         try:
             self._host.within(seconds, record, unless=unless)
         except Exception as error:
-            say(f"could not be recorded: {type(error).__name__}: {error}")
+            say(f"what happened to this start of the job cannot be recorded: {type(error).__name__}: {error}")

@@ -296,7 +296,7 @@ class NodeProgram:
 
     def _collect(self, asked: hang_dump.Asked) -> None:
         collected = hang_dump.collect(asked, self._heartbeat.path, self._attempt)
-        say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
+        say(f"cluster-ddp: kept in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
 
     def _stop_without_agent(self) -> None:
         """Stop all ranks, here and on the other nodes, once the agent is gone: they can still save without it."""

@@ -163,7 +163,8 @@ def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
         request_stop(attempt, reason=asked.reason, level=asked.level, by=asked.by)
     except OSError as error:
         raise RunError(
-            f"{asked.by or 'a person'} has asked the run to stop, but the request cannot be copied to {attempt.stop_file}: {error}"
+            f"{asked.by or 'a person'} has asked the run to stop, but the request cannot be copied to "
+            f"{attempt.stop_file}: {error}"
         ) from error
 
 

@@ -129,7 +129,7 @@ def _record_of(value: object) -> RunRecord:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     if missing := [name for name in _NEEDED if name not in value]:
-        raise ValueError(f"without {', '.join(missing)}")
+        raise ValueError(f"it has no {', '.join(missing)}")
     record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
     _check_kinds(record)
     return record
@@ -153,7 +153,7 @@ def _check_kinds(record: RunRecord) -> None:
         for name in names:
             value = getattr(record, name)
             if not is_right(value) and not (value is None and name in _MAY_BE_NONE):
-                raise ValueError(f"the value of {name} is not one that cluster_ddp writes")
+                raise ValueError(f"{name} has a value that cluster_ddp never writes")
 
 
 def write_record(storage: Storage, run: RunDirectory, record: RunRecord) -> None:

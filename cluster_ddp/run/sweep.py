@@ -169,7 +169,9 @@ def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Seq
     new = [settings for settings in wanted if identity(settings) not in known]
     first = len(record.elements)
     if first + len(new) > MAX_ELEMENTS:
-        raise RunError(f"sweep {sweep.id} would have {first + len(new):,} elements; allowed are {MAX_ELEMENTS:,}")
+        raise RunError(
+            f"sweep {sweep.id} would have {first + len(new):,} elements, and at most {MAX_ELEMENTS:,} are possible"
+        )
     names = labels([*(element.settings for element in record.elements), *new])[first:]
     added = [
         Element(f"{number:04d}-{label[:_MAX_LABEL] or 'as-it-is'}", settings)
@@ -251,7 +253,7 @@ def _checked(value: dict[str, Any]) -> SweepRecord:
     created = as_time(value["created"])
     metric, mode, at_once = value.get("metric"), value.get("mode", "max"), value.get("at_once")
     if not isinstance(value["id"], str) or created is None or not isinstance(metric, str | None):
-        raise ValueError("the value of its id, its time of creation or its metric")
+        raise ValueError("id, created or metric has a value that cluster_ddp never writes")
     if at_once is not None and not as_whole(at_once):
         raise ValueError("at_once is not a number of elements")
     announced = value.get("announced")

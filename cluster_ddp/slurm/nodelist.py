@@ -14,9 +14,9 @@ import sys
 from cluster_ddp.job.errors import ClusterDDPError
 
 MAX_HOSTS = 1_000_000
-"""More than any cluster has: a range beyond it is a mistake, and is refused before it fills the memory."""
+"""More than any cluster has: a range beyond it is an error, and is refused before it fills the memory."""
 
-_PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<text>[A-Za-z0-9._-]+)")
+_PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<plain>[A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
 
@@ -24,28 +24,28 @@ class NodeListError(ClusterDDPError):
     """The string is not a Slurm node list."""
 
 
-def expand(text: str) -> list[str]:
+def expand(node_list: str) -> list[str]:
     """Return the hosts of a node list, in its order, with leading zeros kept; raises `NodeListError` otherwise."""
     hosts: list[str] = []
-    for item in _items(text):
-        hosts.extend(_hosts(item, text))
+    for item in _items(node_list):
+        hosts.extend(_hosts(item, node_list))
         if len(hosts) > MAX_HOSTS:
-            raise NodeListError(f"node list {_short(text)} names more than {MAX_HOSTS:,} hosts")
+            raise NodeListError(f"node list {_short(node_list)} names more than {MAX_HOSTS:,} hosts")
     return hosts
 
 
-def first_host(text: str) -> str:
+def first_host(node_list: str) -> str:
     """Return the first host of a node list, where Slurm runs the batch script and node 0."""
-    return next(iter(_hosts(_items(text)[0], text)))
+    return next(iter(_hosts(_items(node_list)[0], node_list)))
 
 
-def _items(text: str) -> list[str]:
+def _items(node_list: str) -> list[str]:
     """Split at the commas outside brackets."""
-    items = re.split(r",(?![^\[\]]*\])", text.strip())
+    items = re.split(r",(?![^\[\]]*\])", node_list.strip())
+    if items == [""]:
+        raise NodeListError("the node list is empty")
     if not all(items):
-        raise NodeListError(
-            f"node list {_short(text)}: empty" if items == [""] else f"node list {_short(text)}: a comma too many"
-        )
+        raise NodeListError(f"node list {_short(node_list)}: a comma with nothing before or after it")
     return items
 
 
@@ -56,10 +56,8 @@ def _hosts(item: str, whole: str) -> list[str]:
     while position < len(item):
         piece = _PIECE.match(item, position)
         if piece is None:
-            raise NodeListError(
-                f"node list {_short(whole)}: {item[position]!r} in {_short(item)} is not expected there"
-            )
-        parts.append([piece["text"]] if piece["text"] else _numbers(piece["ranges"], whole))
+            raise NodeListError(f"node list {_short(whole)}: unexpected {item[position]!r} in {_short(item)}")
+        parts.append([piece["plain"]] if piece["plain"] else _numbers(piece["ranges"], whole))
         count *= len(parts[-1])
         position = piece.end()
     if count > MAX_HOSTS:
@@ -88,8 +86,8 @@ def _numbers(ranges: str, whole: str) -> list[str]:
     return numbers
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+def _short(node_list: str) -> str:
+    return repr(node_list if len(node_list) <= 80 else f"{node_list[:77]}...")
 
 
 def main(arguments: list[str]) -> int:

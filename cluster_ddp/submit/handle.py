@@ -189,7 +189,7 @@ def submit(
     from cluster_ddp.job import load_job
 
     if via not in (*QUEUED, LOCAL):
-        raise SubmitError(f"via={via!r}: one of {', '.join((*QUEUED, LOCAL))}")
+        raise SubmitError(f"via={via!r}: has to be one of {', '.join((*QUEUED, LOCAL))}")
     loaded = load_job(fspath(job), settings, check_target=check)
     sending: Submission
     if via == LOCAL:

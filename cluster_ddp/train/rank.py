@@ -148,7 +148,10 @@ def _open_heartbeat() -> HeartbeatFile | None:
     try:
         return HeartbeatFile.open(path)
     except (OSError, ValueError) as error:
-        say(f"cluster_ddp: no heartbeat file, stop requests come by signals only: {error}")
+        say(
+            f"cluster_ddp: cannot open the heartbeat file {path} ({error}): the node's hang watchdog does not see this "
+            "rank, and only signals can ask it to stop"
+        )
         return None
 
 

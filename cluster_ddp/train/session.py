@@ -209,7 +209,7 @@ class Session:
     def _compare_versions(self, before: str | None) -> None:
         if before not in (None, str(torch.__version__)):
             self.warn(
-                f"torch has version {torch.__version__}, but had {before} when the checkpoint was saved: the results "
+                f"torch is version {torch.__version__}, but was {before} when the checkpoint was saved: the results "
                 "may differ from those of a run that was never stopped"
             )
 

@@ -81,8 +81,8 @@ class StopSignals:
         """
         if threading.current_thread() is not threading.main_thread():
             raise TrainError(
-                "this is not the main thread of the program, and no other thread can hear the signals that ask a run "
-                "to stop: call join_run(), or StopSignals.install(), in the main thread"
+                "this is not the main thread of the program, and only that receives the signals that ask a run to "
+                "stop: call join_run(), or StopSignals.install(), in the main thread"
             )
         self._installed = set(present(*_SIGNALS, *(f"SIG{name}" for name in names)))
         handle_here(self._installed, self._receive)

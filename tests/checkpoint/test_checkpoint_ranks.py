@@ -110,7 +110,7 @@ def test_all_ranks_fall_back_together(three: Ran) -> None:
     told = {fields["step"]: fields["problems"] for fields in of(seen[0]["events"], "checkpoint-damaged")}
     assert told == {
         3: ["shard-0002.safetensors: missing"],
-        2: ["shard-0001.safetensors: its checksum is not that of the manifest"],
+        2: ["shard-0001.safetensors: its checksum does not match the manifest"],
         1: ["manifest.json: missing"],
     }
     assert all(path.name.startswith("damaged-step-") for path in base.iterdir())

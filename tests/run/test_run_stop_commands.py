@@ -232,7 +232,7 @@ def test_what_is_no_job_id_never_reaches_a_command_line(
     run.attempt(0).record_file.write_text(json.dumps({**attempt, "slurm_job_id": job_id}))
     called = [fake_slurm(tmp_path, name, "") for name in ("squeue", "scancel")]
     done = ddp("cancel", run.id)
-    assert "the value of slurm_job_ids is not one that cluster_ddp writes" in done.stderr
+    assert "slurm_job_ids has a value that cluster_ddp never writes" in done.stderr
     assert not any(calls.exists() for calls in called)
 
 

@@ -56,7 +56,7 @@ def test_lines_that_were_never_taken_are_counted(
     file.write("first")
     file.write("second")
     file.close()
-    assert "2 lines are lost" in capsys.readouterr().err
+    assert "its last 2 lines are lost" in capsys.readouterr().err
 
 
 def test_a_file_that_somebody_deletes_is_created_again(tmp_path: Path) -> None:

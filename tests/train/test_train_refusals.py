@@ -213,7 +213,7 @@ class Normed(Plain):
         (With(SaysSo), {}, "SaysSo, whose step() needs second derivatives"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
         (With(partial(SGD, differentiable=True)), {}, "SGD with differentiable=True"),
-        (With(Pickles), {}, "optimizer.own.schedule is of bytes"),
+        (With(Pickles), {}, "optimizer.own.schedule is a bytes object"),
         (With(InBackward), {}, "InBackward, which changes weights while its fused_backward() runs"),
         (With(Gathers), {}, "a single rank has no process group"),
         (With(Gathers), {"precision": "fp16"}, "a single rank has no process group"),

@@ -91,10 +91,10 @@ def test_another_version_of_torch_than_at_the_save_is_said(
     run = new_run(tmp_path, **sections)
     train(Plain(), job(**sections), run, stop_at=2)
     train(Plain(), job(**sections), run, 1, stop_at=4)
-    assert "torch has version" not in capfd.readouterr().err
+    assert "torch is version" not in capfd.readouterr().err
     monkeypatch.setattr(torch, "__version__", "9.0.0")
     train(Plain(), job(**sections), run, 2)
-    assert "torch has version 9.0.0, but had 2." in capfd.readouterr().err
+    assert "torch is version 9.0.0, but was 2." in capfd.readouterr().err
 
 
 class WithEpochs(Plain):

@@ -39,7 +39,7 @@ class LineFile:
         """Close the file; report how many lines are lost, if the storage still does not accept them."""
         self._pass_on()
         if self._kept:
-            self._say(f"{len(self._kept)} lines are lost")
+            self._say(f"its last {len(self._kept)} lines are lost")
         os.close(self._fd)
 
     def _pass_on(self) -> None:

@@ -66,7 +66,9 @@ class OptimizerState:
         refuse_broken(optimizer)
         for group in optimizer.param_groups:
             if not all(id(parameter) in names for parameter in group["params"]):
-                raise TaskError("optimizer() holds a parameter that is not one of model(): make it a part of the model")
+                raise TaskError(
+                    "optimizer() was given a parameter that does not belong to model(): make it a part of the model"
+                )
         self._own_methods = (
             type(optimizer).state_dict is not Optimizer.state_dict
             or type(optimizer).load_state_dict is not Optimizer.load_state_dict
@@ -347,10 +349,10 @@ class OptimizerState:
         now = set(self._without())
         if now != set(without):
             gone, added = sorted(now - set(without)), sorted(set(without) - now)
-            changes = [f"without {listed(gone)}"] * bool(gone) + [f"with {listed(added)} besides"] * bool(added)
+            changes = [f"without {listed(gone)}"] * bool(gone) + [f"with {listed(added)}"] * bool(added)
             raise TaskError(
-                f"the optimizer is now {' and '.join(changes)}, other than the one that was saved: hold the same "
-                "parameters as before (those that are not to be trained with requires_grad=False), or start a new run"
+                f"the optimizer is {' and '.join(changes)} now, unlike when the checkpoint was saved: give it the same "
+                "parameters as before (with requires_grad=False those that are not to be trained), or start a new run"
             )
 
     def _own(self) -> dict[str, Any]:

@@ -81,9 +81,9 @@ class Packer:
             return {_MARK: "dtype", "of": str(value).removeprefix("torch.")}
         if kind is bytes:  # such as the schedule of heavyball's optimizers
             raise TaskError(
-                f"{name} is of bytes, which a checkpoint does not hold, since they are mostly pickled and could run "
-                "code when they are read: keep tensors, numbers or strings. Where a library's optimizer keeps them, "
-                "use a different optimizer"
+                f"{name} is a bytes object, which a checkpoint does not hold, because bytes are mostly pickles, and "
+                "reading those could run code: keep tensors, numbers or strings. If it belongs to a library's "
+                "optimizer, use a different optimizer"
             )
         if kind not in _KINDS:
             plain = ", and a plain tuple(...) instead of one with names" if isinstance(value, tuple) else ""
@@ -214,7 +214,10 @@ class Unpacker:
             return _LISTS[kind](self.unpack(content, take))
         if kind in _DICTS:
             return _DICTS[kind]([(key, value) for key, value in self.unpack(content, take)])
-        raise TaskError(f"the checkpoint contains a value of the kind {kind!r}, which this cluster_ddp does not know")
+        raise TaskError(
+            f"the checkpoint contains a value of kind {kind!r}, which this version of cluster_ddp does not know: "
+            "resume with the version that saved it"
+        )
 
     def _tensor(self, tensor: Tensor, packed: Mapping[str, Any]) -> Any:
         if "numpy" in packed:

@@ -79,9 +79,9 @@ def _check_comes_back(
         raise
     except Exception as error:
         raise TaskError(
-            "after two steps the state was put back into a model and an optimizer made once more, as a resume does, "
-            f"and that failed with {type(error).__name__}: {error}\n"
-            "    model(), optimizer() and load_state_dict() have to work again when they are called again"
+            "after two steps, a second model and optimizer were made and given the state of the first, as a resume "
+            f"does, and that failed with {type(error).__name__}: {error}\n"
+            "    model(), optimizer() and load_state_dict() have to work when they are called a second time"
         ) from error
     state.compare_values(other)
     differing = [

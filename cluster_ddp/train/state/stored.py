@@ -52,10 +52,10 @@ def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor
         if name not in scalars:
             raise ValueError(f"it has no {name}")
         if not check(scalars[name]):
-            raise ValueError(f"its {name} are not what a save writes")
+            raise ValueError(f"its {name} are not as a save writes them")
     for name in others.keys() & scalars.keys():
         if not others[name](scalars[name]):
-            raise ValueError(f"its {name} are not what a save writes")
+            raise ValueError(f"its {name} are not as a save writes them")
 
 
 def _is_dict_of(value: Any, check: _Check) -> bool:
