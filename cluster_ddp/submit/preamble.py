@@ -21,9 +21,10 @@ TRIES = 3
 _ASK_TO_END = tuple(number.name.removeprefix("SIG") for number in ASK_TO_END)
 
 # An exec would skip an EXIT trap that launch.setup has set.
-_FAIL = r"""cluster_ddp_drop_traps() {
+_FAIL = r"""# Removes the traps of this script, but not one that launch.setup has set for EXIT
+cluster_ddp_drop_traps() {
     trap - ERR DEBUG
-    [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
+    [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT
 }
 
 # Ends this start, which has failed before the keeper runs. With "again" the job is requeued, a few times: another host
@@ -34,8 +35,8 @@ cluster_ddp_fail() {
     local cluster_ddp_policy=@policy@
     if [[ -f $cluster_ddp_policy ]]; then
         trap 'kill $!' "${cluster_ddp_signals[@]}" # which only this script receives
-        ( # without large functions and variables, with which no program may start
-            set +e # a read-only one stays
+        ( # without large functions and variables, which may be why no program starts
+            set +e # a read-only one cannot be removed, and stays
             while IFS= read -r cluster_ddp_name; do unset -f -- "$cluster_ddp_name"; done < <(compgen -A function)
             while IFS= read -r cluster_ddp_name; do
                 cluster_ddp_value=${!cluster_ddp_name-}
