@@ -91,9 +91,34 @@ def record_failed_nodes(
         is_known = _record_killed_node(history, attempt, writer, start, job_step)
     for node in job_step.lost:
         record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
+    if not job_step.lost:
+        _record_missing_nodes(history, attempt, writer, start, job_step, is_known=is_known)
+
+
+def _record_missing_nodes(
+    history: History,
+    attempt: AttemptDirectory,
+    writer: EventWriter,
+    start: SlurmStart,
+    job_step: RunningJobStep,
+    *,
+    is_known: bool,
+) -> None:
+    """Record the nodes that have reported neither a start nor a failure, each with what it or srun said last.
+
+    Parameters
+    ----------
+    is_known
+        Whether a node is recorded already whose end explains why others had not come up.
+    """
     spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
-    if job_step.lost or len(spoke) >= start.nodes:
+    if len(spoke) >= start.nodes:
         return
+    if not spoke and TOO_MANY_FILES.search(job_step.output.own_error or ""):
+        # srun itself, on the batch host: the nodes that it could not reach are not to blame.
+        _record_srun_error(attempt, writer, start, job_step)
+        return
+    hosts = [short_name(host) for host in start.hosts]
     failures = reversed(job_step.output.failures())  # so that the first message of a host counts
     failed = {host: task.describe() for task in failures if (host := short_name(task.host)) not in spoke}
     if job_step.unstarted:
@@ -105,24 +130,30 @@ def record_failed_nodes(
             failed = dict.fromkeys(hosts, "see whether the runs folder is full or read-only there")
         elif not is_known and not _explained(history, attempt.number):
             failed = dict.fromkeys(hosts, "it never reported that it had started")
-    own_error = job_step.output.own_error or ""
-    lacks_files = not spoke and bool(TOO_MANY_FILES.search(own_error))
-    if lacks_files:  # srun itself, on the batch host: the nodes that it could not reach are not to blame
-        failed = {}
-    if not failed and not spoke and own_error and read_stop(attempt) is None:
-        error = f"srun started nothing: {own_error}"
-        if lacks_files:
-            error += f"; {MORE_FILES}"
-        if "option '--container-" in error:
-            error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
-        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
+    if not failed and not spoke:
+        _record_srun_error(attempt, writer, start, job_step)
     for host in sorted(failed.keys() - spoke):
         error = f"{what}: {failed[host]}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
 
 
+def _record_srun_error(
+    attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, job_step: RunningJobStep
+) -> None:
+    """Record the error because of which srun started no node, unless the attempt was asked to stop."""
+    own_error = job_step.output.own_error
+    if not own_error or read_stop(attempt) is not None:
+        return
+    error = f"srun started nothing: {own_error}"
+    if TOO_MANY_FILES.search(own_error):
+        error += f"; {MORE_FILES}"
+    if "option '--container-" in error:
+        error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
+    writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
+
+
 def _ended_from_outside(job_step: RunningJobStep, start: SlurmStart) -> str | None:
-    """What ended a job step as a whole, for which no node is to blame; None if nothing did."""
+    """Say what ended a job step as a whole, for which no node is to blame; None if nothing did."""
     if job_step.killed_by:  # its node programs may live on until the job is requeued
         return f"srun was ended from outside, perhaps because memory ran out ({job_step.killed_by})"
     if job_step.cancelled:  # of its node programs, the first to end is no more to blame than others
