@@ -35,7 +35,7 @@ def expand(node_list: str) -> list[str]:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a node list, where Slurm runs the batch script and node 0."""
+    """Return the first host of a node list, where Slurm runs the batch script and node 0: the job's MASTER_ADDR."""
     return next(iter(_hosts(_items(node_list)[0], node_list)))
 
 
