@@ -83,9 +83,9 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
         header[item.name] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [offset, end]}
         placed.append((item, offset, end))
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    head = len(encoded).to_bytes(8, "little") + encoded
     start = len(head)
     return Layout(head, tuple(Entry(item, start + a, start + b) for item, a, b in placed), start + offset)
 

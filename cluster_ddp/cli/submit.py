@@ -92,7 +92,7 @@ def _show(loaded: LoadedJob, sending: Submission) -> None:
 
     spec = loaded.spec
     # A file gets the script as it is; on a terminal, escape sequences in it are shown and not obeyed.
-    sys.stdout.write(printable(sending.text) if sys.stdout.isatty() else sending.text)
+    sys.stdout.write(printable(sending.batch_script) if sys.stdout.isatty() else sending.batch_script)
     sys.stdout.flush()
     network = resolve(spec.network, os.environ)
     inform(

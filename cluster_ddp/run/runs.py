@@ -205,8 +205,8 @@ def list_runs(folder: Path) -> list[RunDirectory]:
     return sorted(runs, key=lambda run: (_created(run), run.id))
 
 
-def find_run(text: str, runs_dir: Path) -> RunDirectory:
-    """Return the run that `text` names: a run directory, a run id, or a unique prefix of one.
+def find_run(name: str, runs_dir: Path) -> RunDirectory:
+    """Return the run that `name` identifies: a run directory, a run id, or a unique prefix of one.
 
     Raises
     ------
@@ -215,45 +215,45 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
     RunError
         The folder of runs cannot be read.
     """
-    if not text.strip():
+    if not name.strip():
         raise RunNotFound("no run given: give a run directory, a run id or a unique prefix of one")
-    at_path = RunDirectory(_absolute(text))
+    at_path = RunDirectory(_absolute(name))
     if at_path.exists():
         return at_path
-    if os.sep in text:
-        in_sweep = RunDirectory(runs_dir / text)  # an element, as its sweep's name and its own
-        if in_sweep.exists() and not text.startswith(("~", os.pardir)):
+    if os.sep in name:
+        in_sweep = RunDirectory(runs_dir / name)  # an element, as its sweep's name and its own
+        if in_sweep.exists() and not name.startswith(("~", os.pardir)):
             return in_sweep
         _refuse_sweep(at_path.path)
         for folder in (at_path.path, in_sweep.path):
             _refuse_not_begun(folder)
-        raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
+        raise RunNotFound(f"{name} is not a run directory (it has no run.json that you can read)")
     runs = list_runs(runs_dir)
-    found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
+    found = [run for run in runs if run.id == name] or [run for run in runs if run.id.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise RunNotFound(f"'{text}' matches {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}")
-    for name in _names_in(runs_dir):
-        if name.startswith(text):
-            _refuse_sweep(runs_dir / name)
+        raise RunNotFound(f"'{name}' matches {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}")
+    for other in _names_in(runs_dir):
+        if other.startswith(name):
+            _refuse_sweep(runs_dir / other)
     if not runs:
         raise RunNotFound(
-            f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
+            f"no run '{name}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
             "the folder of your runs."
         )
-    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest runs there:{_names(runs[::-1])}")
+    raise RunNotFound(f"no run '{name}' in {runs_dir}. The latest runs there:{_names(runs[::-1])}")
 
 
-def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
-    """Return the run that `text` names, for a command that changes it, and set the umask to suit the run.
+def find_run_to_change(name: str, runs_dir: Path) -> RunDirectory:
+    """Return the run that `name` identifies, for a command that changes it, and set the umask to suit the run.
 
     Raises
     ------
     RunError
         As for `find_run`, or one of the run's folders is a link.
     """
-    run = find_run(text, runs_dir)
+    run = find_run(name, runs_dir)
     run.refuse_links()
     limit_umask(run.path)
     return run
@@ -289,8 +289,8 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def _absolute(text: str) -> Path:
-    return Path(os.path.expanduser(text)).absolute()
+def _absolute(path: str) -> Path:
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def _created(run: RunDirectory) -> str:

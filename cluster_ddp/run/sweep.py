@@ -205,20 +205,20 @@ def withdraw(record: SweepRecord, job_ids: Iterable[str]) -> SweepRecord:
     return replace(record, withdrawn=tuple(dict.fromkeys((*record.withdrawn, *job_ids))))
 
 
-def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
-    """Return the sweep that `text` names: its folder, its id, or a unique prefix that no run's id begins with."""
-    if not text.strip():
+def find_sweep(name: str, runs_dir: Path) -> SweepDirectory | None:
+    """Return the sweep that `name` identifies: its folder, its id, or a unique prefix that no run's id begins with."""
+    if not name.strip():
         return None
-    path = SweepDirectory(Path(os.path.expanduser(text)).absolute())
+    path = SweepDirectory(Path(os.path.expanduser(name)).absolute())
     if path.exists():
         return path
-    if os.sep in text:
+    if os.sep in name:
         return None
-    found = [sweep for sweep in list_sweeps(runs_dir) if sweep.id.startswith(text)]
-    exact = [sweep for sweep in found if sweep.id == text]
+    found = [sweep for sweep in list_sweeps(runs_dir) if sweep.id.startswith(name)]
+    exact = [sweep for sweep in found if sweep.id == name]
     if exact:
         return exact[0]
-    return found[0] if len(found) == 1 and not any(run.id.startswith(text) for run in list_runs(runs_dir)) else None
+    return found[0] if len(found) == 1 and not any(run.id.startswith(name) for run in list_runs(runs_dir)) else None
 
 
 def list_sweeps(folder: Path) -> list[SweepDirectory]:

@@ -32,7 +32,7 @@ class LocalSubmission:
 
     via = LOCAL
     to_slurm = False
-    text = ""  # there is no script
+    batch_script = ""  # there is none
 
     def __init__(self, spec: JobSpec) -> None:
         self._start = local.plan_local(spec)

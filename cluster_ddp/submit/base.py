@@ -37,7 +37,7 @@ class Submission(Protocol):
     """Remarks for the user about how the job file was read."""
 
     @property
-    def text(self) -> str:
+    def batch_script(self) -> str:
         """The batch script; empty if there is none."""
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     runs_dir = runs_dir_of(spec)
     check_writable(runs_dir)
     submission.check()
-    run = create_run(spec, runs_dir=runs_dir, via=submission.via, script=submission.text or None)
+    run = create_run(spec, runs_dir=runs_dir, via=submission.via, script=submission.batch_script or None)
     try:
         job_id = submission.send(run)
     except SubmissionUnclear as error:

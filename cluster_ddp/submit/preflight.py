@@ -68,7 +68,7 @@ def check_before_queue(
     if saved is not None:
         remark(what_does_not_fit(spec, runs_dir, saved, partition, seconds=_SECONDS))
     if sending.to_slurm:
-        slurm.try_script(sending.text)
+        slurm.try_script(sending.batch_script)
 
 
 class _Slurm:

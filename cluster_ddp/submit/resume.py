@@ -106,7 +106,7 @@ def resubmit(plan: ResumePlan, again: Submission) -> str | None:
     """
     run = plan.seen.run
     again.check()
-    _claim(plan, script=again.text)
+    _claim(plan, script=again.batch_script)
     try:
         job_id = again.send(run)
     except SubmissionUnclear:

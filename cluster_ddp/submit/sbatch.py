@@ -38,7 +38,7 @@ class SbatchSubmission:
         self._after = after
 
     @property
-    def text(self) -> str:
+    def batch_script(self) -> str:
         return self.script.text
 
     def check(self) -> None:

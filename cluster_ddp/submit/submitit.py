@@ -52,7 +52,7 @@ class SubmititSubmission:
         return shutil.which("sbatch") is not None and shutil.which("srun") is not None
 
     @property
-    def text(self) -> str:
+    def batch_script(self) -> str:
         """Return the batch script that submitit will write, with a placeholder for the run directory."""
         from submitit.slurm.slurm import _make_sbatch_string
 
@@ -94,7 +94,7 @@ class SubmititSubmission:
         executor.update_parameters(**self._slurm_parameters(run))
         announce_submission(run)
         try:
-            with _environment(environment_for(self.text)):
+            with _environment(environment_for(self.batch_script)):
                 job = executor.submit(SubmititJob(str(run.path)))
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             update_record(run, submitting={})  # it may be in the queue nevertheless

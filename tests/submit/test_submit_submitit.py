@@ -222,7 +222,7 @@ def test_a_run_stays_when_its_job_may_be_in_the_queue(place: Place, answer: str,
 @pytest.mark.parametrize(("limit", "option"), [(0, "no-requeue"), (3, "requeue")])
 def test_slurm_itself_queues_again_only_what_the_job_file_lets_be_queued_again(limit: int, option: str) -> None:
     job = {"name": "x", "task": "pkg.mod:Task", "requeue": {"max_requeues": limit}}
-    lines = SubmititSubmission(JobSpec.model_validate(job)).text.splitlines()
+    lines = SubmititSubmission(JobSpec.model_validate(job)).batch_script.splitlines()
     assert [line for line in lines if line.startswith("#SBATCH") and "requeue" in line] == [f"#SBATCH --{option}"]
 
 
