@@ -95,7 +95,7 @@ def job_action_for(action: Action | None, *, reason: str | None, cannot_decide: 
     if action in ("done", "stop"):
         return "end"
     if action == "requeue" or (action is None and cannot_decide):
-        return "end" if reason == CANCEL else "requeue"  # the owner wanted it to end
+        return "end" if reason == CANCEL else "requeue"  # a cancelled job is never brought back
     return "fail"
 
 

@@ -210,6 +210,6 @@ def _last_said(rank: Rank) -> str:
         current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), said[fatal:])
         where = next((f" ({line.strip()})" for line in current if line.startswith("  File ")), "")
         said = said[: fatal + 1]
-        if said[1:] and said[-1] == _ABORTED:  # a library says before it aborts why
+        if said[1:] and said[-1] == _ABORTED:  # a library has said why before it aborted
             said.pop()
     return f"{said[-1]}{where}" if said else ""

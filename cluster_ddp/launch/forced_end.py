@@ -17,13 +17,13 @@ from cluster_ddp.run.node_outcome import DONE, FAILED, KILLED, STOPPED
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, SCRIPT_GRACE_SECONDS, TIME_LIMIT
 
-_NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
+_NO_RANKS_SECONDS = 2.0  # after a stop before there are ranks: the agent waits for other nodes, and nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
 _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others would wait for it
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
-_LINGERING_SECONDS = 600.0  # for the processes of ranks whose work is done: threads of the user's may upload something
+_LINGERING_SECONDS = 600.0  # for ranks whose work is done to exit: the user's threads may still upload something
 _LINGERING_STOPPED_SECONDS = 60.0  # the same after a stop request
-_SILENT_SECONDS = 60.0  # after which it is said what is waited for
+_SILENT_SECONDS = 60.0  # after which the user is told what is being waited for
 _FAILED_SECONDS = 60.0  # for a rank that has failed: the others wait for it, and may do so for half an hour
 # The same for a script, which may do more after its block, while it does not compute: it may also wait for a rank on
 # another node that does, which Gloo allows for half an hour.
@@ -31,7 +31,7 @@ _STANDSTILL_SECONDS = 1800.0
 _STANDSTILL_LOOK_SECONDS = 60.0
 _COMPUTING = 0.01  # of a CPU, in one process: threads of torch and NCCL wake up now and then
 _IDLE_MARGIN_SECONDS = 600.0  # beyond join_timeout; torchrun waits half as long for other agents to end
-_STARTING_SECONDS = 20.0  # a stop while ranks are starting: they may end by themselves
+_STARTING_SECONDS = 20.0  # after a stop while ranks are starting: they may end by themselves
 _ENDING_SECONDS = 5.0  # a Python that is shutting down no longer handles signals
 _SECOND_SIGNAL_SECONDS = 15.0  # a script may react to the first by saving and continuing
 

@@ -254,7 +254,7 @@ class Keeper:
         if decided.decision is not None:
             self._records.write_decision(attempt, decided.decision)
             if (link := decided.decision.continued_by) is not None:
-                self._exclude(decided.bad_hosts, link)  # which passes them on, should it end early as well
+                self._exclude(decided.bad_hosts, link)  # that job passes them on if it, too, ends early
         elif job_action == "fail":
             self._records.write(REQUEUE_FAILED, reason=decided.why)
         return KeptStart(job_action, decided.action or "fail", decided.why)
@@ -291,7 +291,7 @@ class Keeper:
         return KeptStart("requeue", "requeue", why)
 
     def _exclude_from_chain(self, bad: list[str]) -> None:
-        """Exclude bad hosts from the next job of the chain, as far as storage tells which that is."""
+        """Exclude bad hosts from the next job of the chain, if storage can be read, which tells which job that is."""
         start = self._allocation.start
         if not bad or start is None:
             return
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point of ``python -m cluster_ddp.launch.keeper``."""
     parsed = _arguments(arguments)
     host = BatchHost()
-    host.glance(lambda: limit_umask(parsed.run))  # it looks at the folder
+    host.glance(lambda: limit_umask(parsed.run))  # it reads the folder's mode, and storage may hang
     start = this_start(os.environ)
     if start is None:
         say("the keeper runs inside a Slurm job, and there is no SLURM_JOB_ID here")

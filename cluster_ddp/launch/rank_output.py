@@ -190,7 +190,7 @@ _PYTHONS = re.compile(r"\S*/cluster_ddp/\S+\.py:\d+: \w*Warning: (?P<text>.+)")
 
 
 class Relay:
-    """Passes on to standard error what torchrun prints, and what rank 0 prints if it is one of ours."""
+    """Passes on to standard error what torchrun prints, and those lines of rank 0 that this package prints."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

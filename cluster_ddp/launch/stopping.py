@@ -165,7 +165,7 @@ class Stopping:
         if (level, reason) == (self.level, self.reason):
             return
         self.level, self.reason = level, reason
-        if reason != HANG:  # of that the node program tells them, once it has asked for their stacks
+        if reason != HANG:  # ranks must not act on a hang before they have written their stacks: see `NodeProgram`
             self._heartbeat.post_stop(level, reason)
         self._events.write(
             STOP_REQUESTED,

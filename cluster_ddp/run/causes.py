@@ -166,7 +166,7 @@ def is_surroundings(event: Event) -> bool:
 
 
 def cause_of_message(error: str) -> Cause:
-    """Return the cause of an error that is not one of ours, by what Python, torch or another library says."""
+    """Return the cause of an error that this package did not raise, by what Python, torch or another library says."""
     if _PROGRAM.search(error):
         return Cause.PROGRAM
     if _HOST.search(error):

@@ -122,7 +122,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         stop_reason = None
     if stop_reason is not None and (saved or not own_fault) and not _follows_a_failure(stop_reason, events, failures):
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
-    if hangs and not own_fault:  # a rank that has failed may not exit, for a thread of its own
+    if hangs and not own_fault:  # a rank that has failed may not exit, because of a thread of its own
         why = cause_of_hang(hangs).get("reason")
         return AttemptOutcome(Ending.HUNG, str(why or "no step was finished for too long"))
     if (lost := lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence

@@ -108,7 +108,7 @@ def _never_restarted(end: _End) -> Found | None:
         perhaps = ". Its partition was removed: add --set slurm.partition=NAME (sinfo -s)"
     elif job.state == "NODE_FAIL":
         perhaps = ". A node of it failed, or its partition was removed (sinfo -s)"
-    elif job.state == "COMPLETED":  # no start that begins no attempt ends so: it was the last one's own exit
+    elif job.state == "COMPLETED":  # a start without an attempt never ends so: this was the exit of the last one
         perhaps = ". Slurm has forgotten the requeue: its controller died before it had saved that"
     how = f"{end.facts.how_the_job_ended()} before an attempt started"
     return end.lost(f"{outcome.why}; its job was requeued, and {how}{perhaps}")

@@ -25,7 +25,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 PASSING_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN)
 """What storage may fail with, other than by being full, while its server fails over or restarts."""
-_NOBODY = 65534  # of files whose owner the system cannot tell, or storage does not
+_NOBODY = 65534  # the owner of files whose real owner the system or the storage does not reveal
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 """For `os.open`: a link in place of the file is an error, because it may lead anywhere."""
 

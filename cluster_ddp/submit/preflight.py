@@ -85,7 +85,7 @@ class _Slurm:
         except SlurmError as error:
             self._away = not isinstance(error, SlurmRefused)
             said = str(error).splitlines()[0]
-            why = said.partition(": ")[0] if self._away else said  # sbatch says the rest, unless it has an answer
+            why = said.partition(": ")[0] if self._away else said  # without an answer, the rest is repeated by sbatch
             self._remark([f"could not check {what} of the cluster: {why}"])
             return None
 

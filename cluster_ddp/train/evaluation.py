@@ -292,7 +292,7 @@ class BeforeEvaluation:
         self._buffers.put_back(True)
         for module, state in self._extra_state:
             module.set_extra_state(state)
-        # If the task's state is the same, loading it could only leave other things otherwise.
+        # A state that has not changed is not loaded: load_state_dict() might change something else.
         is_same = are_alike(self._task_state, self._task.state_dict())
         if self._task_state and not all(all_gather_object(is_same)):
             self._task.load_state_dict(self._task_state)

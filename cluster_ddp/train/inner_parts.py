@@ -25,7 +25,7 @@ from typing import Any, TypeGuard
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
 
-# Of libraries, but for whatever the user puts there.
+# Classes of libraries whose purpose is to hold what the user puts into them.
 HOLDERS = (SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap)
 
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))

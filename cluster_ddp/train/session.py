@@ -191,7 +191,7 @@ class Session:
             self.repeated.resume(restored.step, restored.manifest.attempt)
             self.is_resumed = True
             self.beat.steps = restored.step
-            if restored.manifest.world_size == self.world.world_size:  # otherwise no bits are promised
+            if restored.manifest.world_size == self.world.world_size:  # otherwise the same bits are not promised
                 self._compare_threads(state.counts.threads)
                 self._compare_versions(restored.manifest.versions.get("torch"))
                 if state.is_of_task:

@@ -36,7 +36,7 @@ class Gradients:
         *,
         world_size: int,
         device: torch.device,
-        compressed: bool = False,  # a hook sends gradients in fewer bits, so they are scaled to a mean before
+        compressed: bool = False,  # a hook sends gradients in fewer bits, so they are divided before that
     ) -> None:
         self.last: Tensor | float = 0.0  # the loss of the last micro-batch; a float on the CPU
         self.is_computed = True  # whether that loss has a graph: a task may return a zero while it trains by itself

@@ -86,7 +86,7 @@ def other_settings(optimizer: Optimizer, error: KeyError) -> str | None:
     """Explain an error of ``step()`` if, after a resume, its settings require state that the checkpoint lacks."""
     missing = error.args[0]
     *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
-    if raised_in.f_locals.get("self", optimizer) is not optimizer:  # but by what a hook of step() calls
+    if raised_in.f_locals.get("self", optimizer) is not optimizer:  # a hook of step() raised it
         return None
     if any(missing in held for held in (*optimizer.state.values(), *optimizer.param_groups)):
         return None

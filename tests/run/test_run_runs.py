@@ -183,7 +183,7 @@ def test_a_damaged_record_is_said_to_be_so(run: RunDirectory) -> None:
     for content, why in (
         ("", "line 1"),
         ("[]", "not a JSON object"),
-        ('{"id": "x"}', "without name, "),
+        ('{"id": "x"}', "it has no name, "),
         ("{", "line 1"),
     ):
         run.record_file.write_text(content)
