@@ -51,7 +51,7 @@ def stop_sweep(sweep: SweepDirectory, ask_to_stop: Callable[[RunDirectory, RunSt
         if _try(functools.partial(ask_to_stop, known.run, status))
     ]
     if not asked and not waiting and not starting and not started_here:
-        raise RunError(f"sweep {sweep.id}: none of it is running or waiting")
+        raise RunError(f"sweep {sweep.id}: none of its elements is running or waiting, so there is nothing to stop")
     inform(
         f"sweep {sweep.id}: {sum(asked)} element{'s' * (sum(asked) != 1)} asked to save and exit, "
         f"{len(waiting) + len(starting)} removed from the queue "

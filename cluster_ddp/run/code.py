@@ -120,6 +120,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip()
         raise RunError(
-            f"launch.snapshot: {folder}: {said}\nThe code has to be in a git repository with a commit; or omit the key"
+            f"launch.snapshot: {folder}: {said}\n"
+            "The code has to be in a git repository with a commit. Otherwise, omit launch.snapshot"
         )
     return done.stdout

@@ -56,7 +56,7 @@ class LocalSubmission:
                 )
             _started.append(process)
         except OSError as error:
-            raise SubmitError(f"the run cannot be started here: {error.strerror}") from error
+            raise SubmitError(f"the run {run.id} cannot be started on this machine: {error.strerror}") from error
 
 
 @as_program

@@ -93,7 +93,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.write("".join(f"{word}\0" for word in arguments_of(RunDirectory(parsed.arguments))))
         return
     if start is None or parsed.sweep is None:
-        raise RunError("an element is started by a task of a job array: give the sweep's folder and a number")
+        raise RunError(
+            "only a Slurm job starts an element of a sweep this way, and it names the sweep's folder and the element"
+        )
     sweep = SweepDirectory(parsed.sweep.absolute())
     elements = read_sweep(sweep).elements
     if not 0 <= parsed.number < len(elements):

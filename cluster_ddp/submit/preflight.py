@@ -128,7 +128,12 @@ def _check_fit(loaded: LoadedJob, partition: Partition, slurm: _Slurm, remark: C
 
 def _remark_on_preemption(spec: JobSpec, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:
     if partition.preempted and not spec.requeue.max_requeues:
-        remark([f"jobs of partition {partition.name} may be preempted, and requeue.max_requeues is 0"])
+        remark(
+            [
+                f"jobs of partition {partition.name} may be preempted, and with requeue.max_requeues: 0 a preempted "
+                "run does not continue by itself"
+            ]
+        )
 
 
 def _misfit_error(loaded: LoadedJob, found: list[Misfit]) -> SubmitError:

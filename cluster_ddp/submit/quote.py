@@ -62,7 +62,7 @@ def directive(option: str, value: str | None) -> str:
     if value is None:
         return f"#SBATCH --{option}"
     if _CONTROL.search(value):
-        raise UnquotableError(f"the sbatch option --{option} cannot contain the control character in {value!r}")
+        raise UnquotableError(f"the sbatch option --{option} cannot contain control characters: {value!r}")
     return f"#SBATCH --{option}={quote(value)}"
 
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 # Settings of training that do not change the weights of an uninterrupted run.
 _FREE = frozenset({"train.evaluate_every", "train.workers", "train.max_bad_steps", "train.profile"})
 _LENGTH = frozenset({"train.epochs", "train.steps"})  # nor do these, unless the schedule depends on the end
-_BATCHES = frozenset(
-    {"train.batch_size", "train.global_batch", "train.accumulation_steps"}
-)  # as long as the batches of a step are divided as before
+# Nor do these, as long as the batches of a step are divided as before.
+_BATCHES = frozenset({"train.batch_size", "train.global_batch", "train.accumulation_steps"})
 
 
 @dataclass(frozen=True)

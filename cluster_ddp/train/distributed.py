@@ -169,7 +169,8 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise DistributedError(
-            f"rank {world.rank} of {world.world_size} cannot meet the others at {where}: {error}",
+            f"rank {world.rank} of {world.world_size} cannot meet the others at {where}: {error}\n"
+            "    see whether rank 0 has failed, and whether a firewall is in between",
             cause=cause_of_message(str(error)),
         ) from error
     return world

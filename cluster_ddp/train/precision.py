@@ -41,7 +41,7 @@ def choose_precision(train: TrainSpec, device: torch.device) -> Precision:
     name = _fitting(device) if train.precision == "auto" else train.precision
     if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise TrainError(
-            f"train.precision: bf16: {torch.cuda.get_device_name(device)} does not compute in it; fp16 or auto"
+            f"train.precision: bf16: {torch.cuda.get_device_name(device)} cannot compute in it; set fp16 or auto"
         )
     return Precision(name, device.type, _DTYPES[name])
 

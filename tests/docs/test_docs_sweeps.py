@@ -31,6 +31,6 @@ def test_the_commands_of_the_page(tmp_path: Path, call: Call) -> None:
     assert "4 of 4 elements submitted, Slurm job 7" in finish(call("cluster_ddp", *shlex.split(submit), PATH=path))
     rows = json.loads(finish(call("cluster_ddp", *shlex.split(status), "--json", PATH=path)))
     assert [row["run_id"] for row in rows][3] == "0003-lr=1e-3-width=16"
-    assert "none of it is running" in finish(call("cluster_ddp", *shlex.split(stop), PATH=path), status=2)
+    assert "none of its elements is running" in finish(call("cluster_ddp", *shlex.split(stop), PATH=path), status=2)
     listed = ("sweep", "digits.yaml", "--list", "elements.yaml", "--grid", "params.sizes=[8,8],[16,4]", "--dry-run")
     assert "    0003-" in finish(call("cluster_ddp", *listed))

@@ -42,7 +42,10 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise TrainError("log.tensorboard: pip install 'cluster_ddp[tensorboard]', or turn it off") from error
+            raise TrainError(
+                f"log.tensorboard needs a package that is missing ({error}): pip install 'cluster_ddp[tensorboard]', "
+                "or set log.tensorboard: false"
+            ) from error
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -382,5 +382,5 @@ class ScriptRun:
 
     def _resumed(self) -> Order:
         if self._order is None:
-            raise TrainError("the run has no loop yet: call resumable(), steps() or resume() before")
+            raise TrainError("the run has no loop yet: call resumable(), steps() or resume() first")
         return self._order

@@ -305,7 +305,9 @@ def _length(loader: Any) -> int:
     try:
         length = len(loader)
     except TypeError as error:
-        raise TrainError("the data set has no length: give resumable(..., batches=) the batches of an epoch") from error
+        raise TrainError(
+            "the data set has no length: give resumable(..., batches=) the number of batches in an epoch"
+        ) from error
     if length == 0:
         raise TrainError("the DataLoader has no batches: the data set is empty, or smaller than a batch (drop_last)")
     return length
