@@ -18,10 +18,10 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cluster_ddp.launch.processes import die_with_parent, present
+from cluster_ddp.launch.processes import die_with_parent, existing_signals
 from cluster_ddp.run.storage import open_append
 
-SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+SURVIVED = existing_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Agent:

@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 
 from cluster_ddp.job.errors import Cause
-from cluster_ddp.launch.processes import present
+from cluster_ddp.launch.processes import existing_signals
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import REASONS
 
 # Asks a rank to write the stacks of all its threads (faulthandler.register). The signal is ignored by default, so it is
 # harmless to processes that have not registered, and nothing in a rank uses it otherwise. Empty where it does not
 # exist.
-STACKS_SIGNALS = present("SIGURG")
+STACKS_SIGNALS = existing_signals("SIGURG")
 
 _WORD = 8
 _MAGIC = int.from_bytes(b"DDPHBT", "big") << 8  # fits a signed word; the lowest byte is the layout's version

@@ -34,12 +34,12 @@ Handler = Callable[[int, FrameType | None], None]
 _handler_of_sigterm: Handler | None = None
 
 
-def present(*names: str) -> tuple[signal.Signals, ...]:
+def existing_signals(*names: str) -> tuple[signal.Signals, ...]:
     """Return the signals with these names, such as SIGUSR1, that exist on this platform."""
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
-ASK_TO_END = present(
+ASK_TO_END = existing_signals(
     "SIGHUP", "SIGQUIT", "SIGABRT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGPWR", "SIGUSR1", "SIGUSR2"
 )  # fmt: skip
 """What a person or a site may send besides SIGTERM and SIGINT, and what ends a program that does not handle it."""

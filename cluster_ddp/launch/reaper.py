@@ -18,14 +18,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster_ddp.launch.processes import ASK_TO_END, KILL, kill_all, marked_processes, present, send
+from cluster_ddp.launch.processes import ASK_TO_END, KILL, existing_signals, kill_all, marked_processes, send
 from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
 
 if TYPE_CHECKING:
     from cluster_ddp.launch.rank_output import RankOutput
     from cluster_ddp.run.directory import AttemptDirectory
 
-_IGNORED = (*present("SIGTERM", "SIGINT"), *ASK_TO_END)
+_IGNORED = (*existing_signals("SIGTERM", "SIGINT"), *ASK_TO_END)
 _IN_ORDER = b"done\n"
 SAVE_SECONDS = 3.0
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from cluster_ddp.launch.exits import record_exits
-from cluster_ddp.launch.processes import do_nothing, present, survive
+from cluster_ddp.launch.processes import do_nothing, existing_signals, survive
 from cluster_ddp.launch.torchrun import option, script_set_apart, trains_a_task
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE, SAFE_PATH_VARIABLE
 from cluster_ddp.process import fast_exit, gc_paused
@@ -50,7 +50,7 @@ def handle_ignored_signals() -> None:
     A script would pass on to what it starts that SIGTERM is ignored, and wait forever for what it has terminated, as
     at the end of ``with multiprocessing.Pool() as pool``.
     """
-    by_python = present("SIGPIPE", "SIGXFSZ")  # restored in every process that it starts
+    by_python = existing_signals("SIGPIPE", "SIGXFSZ")  # restored in every process that it starts
     others = map(signal.Signals, signal.valid_signals() & set(signal.Signals) - set(by_python))
     survive(number for number in others if signal.getsignal(number) is signal.SIG_IGN)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.processes import ASK_TO_END, present
+from cluster_ddp.launch.processes import ASK_TO_END, existing_signals
 from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
@@ -69,7 +69,7 @@ class Stopping:
         self._read: StopRequest | None = None
         self._reasons = {
             **dict.fromkeys((signal.SIGTERM, *ASK_TO_END), TERMINATED),
-            **dict.fromkeys((*present("SIGUSR1", "SIGUSR2"), warning), TIME_LIMIT),
+            **dict.fromkeys((*existing_signals("SIGUSR1", "SIGUSR2"), warning), TIME_LIMIT),
             signal.SIGINT: PERSON,
         }
         self._by = f"node {node_rank} ({host_name()})"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TextIO
 
 from cluster_ddp.launch.job_step import node_program
-from cluster_ddp.launch.processes import die_with_parent, present
+from cluster_ddp.launch.processes import die_with_parent, existing_signals
 from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.printing import say
@@ -47,7 +47,7 @@ def noting_stops(signals: list[signal.Signals]) -> Iterator[None]:
 
     before = {
         number: signal.signal(number, note)
-        for number in present(*_STOPPING)
+        for number in existing_signals(*_STOPPING)
         if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.processes import handle_here, present
+from cluster_ddp.launch.processes import existing_signals, handle_here
 from cluster_ddp.run import stopfile
 from cluster_ddp.train.distributed import host_group
 from cluster_ddp.train.errors import TrainError
@@ -38,7 +38,7 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 @contextlib.contextmanager
 def handlers_put_back() -> Iterator[None]:
     """Restore the signal handlers after the block, for a notebook or an interpreter that continues."""
-    before = {number: signal.getsignal(number) for number in present(*_SIGNALS)}
+    before = {number: signal.getsignal(number) for number in existing_signals(*_SIGNALS)}
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ class StopSignals:
                 "this is not the main thread of the program, and only that receives the signals that ask a run to "
                 "stop: call join_run(), or StopSignals.install(), in the main thread"
             )
-        self._installed = set(present(*_SIGNALS, *(f"SIG{name}" for name in names)))
+        self._installed = set(existing_signals(*_SIGNALS, *(f"SIG{name}" for name in names)))
         handle_here(self._installed, self._receive)
 
     @property

@@ -6,10 +6,10 @@ import multiprocessing
 import signal
 from multiprocessing.context import BaseContext
 
-from cluster_ddp.launch.processes import present
+from cluster_ddp.launch.processes import existing_signals
 
 _IN_THE_SERVER = "cluster_ddp.train.data.in_fork_server"
-_ASK_TO_STOP = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_ASK_TO_STOP = existing_signals("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 def protect_fork_server(context: BaseContext | None = None) -> None:

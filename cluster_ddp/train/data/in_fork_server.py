@@ -5,6 +5,6 @@ What it forks ends on SIGTERM again, until it sees to that itself.
 
 from __future__ import annotations
 
-from cluster_ddp.launch.processes import present, survive
+from cluster_ddp.launch.processes import existing_signals, survive
 
-survive(present("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"))  # the server itself ignores SIGINT
+survive(existing_signals("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"))  # the server itself ignores SIGINT

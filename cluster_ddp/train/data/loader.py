@@ -26,7 +26,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.job.errors import Cause
-from cluster_ddp.launch.processes import present, survive
+from cluster_ddp.launch.processes import existing_signals, survive
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.fork_server import protect_fork_server
@@ -40,7 +40,7 @@ Pairs = Generator[tuple[K, Any], None, None]
 _END = object()
 _JOIN_SECONDS = 2.0
 _report_as_usual = getattr(queues.Queue, "_on_queue_feeder_error", None)
-_SURVIVED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_SURVIVED = existing_signals("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class Loader(Generic[K]):
