@@ -21,28 +21,28 @@ _LOOK_SECONDS = 0.5
 _RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then write
 
 
-class Asked(NamedTuple):
+class DumpRequest(NamedTuple):
     """The ranks that were asked for their stacks, and for their flight recorders."""
 
     stacks: list[Rank]
     recorders: list[Rank]
 
 
-def ask(ranks: Iterable[Rank], heartbeat: Path) -> Asked:
+def request_dump(ranks: Iterable[Rank], heartbeat: Path) -> DumpRequest:
     """Ask ranks for their stacks, which they write before they see anything they are told later, and recorders."""
     asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
     for rank, number in asked:
         send(rank.pid, number)
-    return Asked([rank for rank, _ in asked], [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)])
+    return DumpRequest([rank for rank, _ in asked], [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)])
 
 
-def collect(asked: Asked, heartbeat: Path, attempt: AttemptDirectory) -> list[str]:
+def collect(request: DumpRequest, heartbeat: Path, attempt: AttemptDirectory) -> list[str]:
     """Give ranks time to write what they were asked for, and keep it; return what was requested."""
-    if asked.recorders:
+    if request.recorders:
         time.sleep(_RECORDER_SECONDS)
-    _await_stacks(heartbeat, {rank.rank for rank in asked.stacks})
+    _await_stacks(heartbeat, {rank.rank for rank in request.stacks})
     keep_stacks(heartbeat, attempt)
-    requested = {"stacks": asked.stacks, "flight recorder": asked.recorders}
+    requested = {"stacks": request.stacks, "flight recorder": request.recorders}
     return [f"{what} of rank {rank.rank}" for what, of in requested.items() for rank in of]
 
 

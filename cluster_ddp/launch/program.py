@@ -262,7 +262,7 @@ class NodeProgram:
         )
 
     def _end_hung(self) -> None:
-        asked = hang_dump.ask(self._ranks.living, self._heartbeat.path)
+        request = hang_dump.request_dump(self._ranks.living, self._heartbeat.path)
         self._heartbeat.post_stop(self._stopping.level, HANG)  # only now: on it, ranks that do not hang may end
         if is_stopped(self._agent.pid):  # the ranks wait for it: the store through which they meet lives in it
             self._record_stopped(f"torchrun on {self._host} hangs: a signal (SIGSTOP) has stopped it")
@@ -275,7 +275,7 @@ class NodeProgram:
             its = "its process" if process.pid == slot.pid else f"its worker {process.pid} ({name_of(process.pid)})"
             what = f"rank {slot.rank} on {self._host} hangs: a signal (SIGSTOP) has stopped {its}"
             self._record_stopped(what, step=slot.step, rank=slot.rank)
-        self._collect(asked)
+        self._collect(request)
         self._end(HUNG)
 
     def _record_stopped(self, what: str, **whose: int) -> None:
@@ -291,11 +291,11 @@ class NodeProgram:
             f"a daemon may still run, or a function registered with atexit{script} (see its stacks in "
             f"{self._attempt.path})"
         )
-        self._collect(hang_dump.ask(self._ranks.living, self._heartbeat.path))
+        self._collect(hang_dump.request_dump(self._ranks.living, self._heartbeat.path))
         self._end(outcome)
 
-    def _collect(self, asked: hang_dump.Asked) -> None:
-        collected = hang_dump.collect(asked, self._heartbeat.path, self._attempt)
+    def _collect(self, request: hang_dump.DumpRequest) -> None:
+        collected = hang_dump.collect(request, self._heartbeat.path, self._attempt)
         say(f"cluster-ddp: kept in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
 
     def _stop_without_agent(self) -> None:

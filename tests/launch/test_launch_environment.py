@@ -141,8 +141,8 @@ def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
     try:
         rank = Rank(process.pid, 5, 1, None, None, None)
         began = time.monotonic()
-        asked = hang_dump.ask([rank], heartbeat)
-        told = hang_dump.collect(asked, heartbeat, RunDirectory(tmp_path).attempt(0))
+        request = hang_dump.request_dump([rank], heartbeat)
+        told = hang_dump.collect(request, heartbeat, RunDirectory(tmp_path).attempt(0))
         assert told == ["flight recorder of rank 5"]
         assert time.monotonic() - began >= 4
         assert os.read(reader, 10)

@@ -127,8 +127,8 @@ def test_the_stacks_of_a_rank_that_its_busy_node_has_not_run_for_seconds_are_kep
     before = signal.signal(STACKS_SIGNALS[0], lambda *_: late.start())
     try:
         rank = Rank(os.getpid(), rank=0, local_rank=0, stdout=None, stderr=None, error_file=None)
-        asked = hang_dump.ask([rank], heartbeat.path)
-        assert hang_dump.collect(asked, heartbeat.path, AttemptDirectory(tmp_path)) == ["stacks of rank 0"]
+        request = hang_dump.request_dump([rank], heartbeat.path)
+        assert hang_dump.collect(request, heartbeat.path, AttemptDirectory(tmp_path)) == ["stacks of rank 0"]
     finally:
         signal.signal(STACKS_SIGNALS[0], before)
         late.join()
