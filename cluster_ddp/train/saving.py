@@ -66,7 +66,7 @@ class Saving:
         self._is_best_due = False
         self._checked: SavePlan | None = None
         self._events, self._attempt = events, attempt
-        self.fresh: Callable[[], State] | None = None  # builds the state again, to check that it is restored
+        self.make_fresh: Callable[[], State] | None = None  # builds the state again, to check that it is restored
         self.made_from = MadeFrom()  # what samples are made from
         if run is None:
             return
@@ -204,7 +204,7 @@ class Saving:
             if self._rank == 0:
                 state.watch_gradients()
 
-    def prepare(self, state: State, step: int) -> None:
+    def after_step(self, state: State, step: int) -> None:
         """Call after each step, with the number of finished steps.
 
         After the first step it allocates the memory for background saving, so that no save has to wait for it; after
@@ -234,7 +234,7 @@ class Saving:
     def _has_time(self, share: float) -> bool:
         return time.monotonic() - self._checked_at >= self._check_took / share
 
-    def look_at(self, moment: str, state: State) -> None:
+    def check_at(self, moment: str, state: State) -> None:
         """Call after an evaluation and before a save: runs `warn_unsaved` at the first, otherwise occasionally.
 
         The next step may use up what an evaluation leaves, or the last step of an epoch. Before a save it runs almost
@@ -306,13 +306,13 @@ class Saving:
 
     def _check(self, state: State, step: int, collected: Collected) -> None:
         """Check on rank 0 that the state is restored, once per plan of tensors; raise a `TaskError` if it is not."""
-        if self.fresh is None or self._checkpointer is None:
+        if self.make_fresh is None or self._checkpointer is None:
             return
         plan = self._checkpointer.plan_for(collected[0])
         if plan is self._checked:
             return
         self._checked = plan
-        check = functools.partial(check_comes_back, state, step, collected, plan, self.fresh)
+        check = functools.partial(check_comes_back, state, step, collected, plan, self.make_fresh)
         if not state.communicates:
             problem, has_communicated = broadcast_object(_alone(check, collected) if self._rank == 0 else (None, False))
             if has_communicated:
@@ -322,7 +322,7 @@ class Saving:
         if state.communicates and self._rank == 0:
             check()  # an error ends this rank at once: the others may be waiting for it in a collective
         elif state.communicates:
-            state.call_along(collected, self.fresh)
+            state.call_along(collected, self.make_fresh)
 
     def finish(self) -> bool:
         """Wait until the save in progress is durable; return False, on all ranks, if it failed."""

@@ -170,20 +170,20 @@ class Session:
     # Start.
 
     def resume(
-        self, state: State, order: Order, *, total_steps: int, fresh: Callable[[], State] | None = None
+        self, state: State, order: Order, *, total_steps: int, make_fresh: Callable[[], State] | None = None
     ) -> Mapping[str, float]:
         """Load the newest intact checkpoint into the state, if there is one, and set `step`.
 
         Parameters
         ----------
-        fresh
+        make_fresh
             Builds the state again, as at the start of an attempt, to check that it is restored completely.
 
         Returns
         -------
         The metrics that were saved with the checkpoint.
         """
-        self.saving.fresh = fresh
+        self.saving.make_fresh = make_fresh
         self._state, self._order, self._total_steps = state, order, total_steps
         restored = self.saving.restore(state)
         self.repeated.begin()
@@ -255,7 +255,7 @@ class Session:
         self.beat.step(step)
         self._step_seconds = time.monotonic() - self._step_begun
         self._state.check_groups()
-        self.saving.prepare(self._state, step)
+        self.saving.after_step(self._state, step)
         if self.compared:
             self.repeated.note_weights(step, self.compared)
         if step == self._compared_after:
@@ -268,7 +268,7 @@ class Session:
             self.repeated.pass_on()
         return self.decision
 
-    def goes_on(self) -> Callable[[int], bool]:
+    def continue_check(self) -> Callable[[int], bool]:
         """Return a function that says, after each batch of an evaluation, whether to go on; the same on all ranks."""
         consensus = self._new_consensus()
 
@@ -281,11 +281,11 @@ class Session:
         return ask
 
     @property
-    def unheard(self) -> list[str]:
-        """The signals that this rank no longer receives: see `StopSignals.unheard`."""
-        return self._process.stop.unheard
+    def replaced_signals(self) -> list[str]:
+        """The signals that this rank no longer receives: see `StopSignals.replaced_signals`."""
+        return self._process.stop.replaced_signals
 
-    def asked(self) -> StopDecision:
+    def stop_of_any_rank(self) -> StopDecision:
         """Whether any rank has been asked to stop; all ranks must call it."""
         stop = self._process.stop
         level, reason = max(all_gather_object((stop.level, stop.reason or "")))
@@ -304,7 +304,7 @@ class Session:
         self.repeated.save(self.step)
         # The last step has been looked at: since then, programs remove hooks and the like.
         if self.step < self._total_steps and not self.saving.has_saved(self.step):
-            self.saving.look_at("a save", self._state)
+            self.saving.check_at("a save", self._state)
         self.saving.save(
             self._state,
             step=self.step,

@@ -88,7 +88,7 @@ class StopSignals:
         handle_here(self._installed, self._receive)
 
     @property
-    def unheard(self) -> list[str]:
+    def replaced_signals(self) -> list[str]:
         """The signals whose handler the program has replaced; none with a heartbeat, which also reports stops."""
         lost = {number for number in self._installed if signal.getsignal(number) != self._receive}
         return [] if self._heartbeat is not None else sorted(signal.Signals(number).name for number in lost)

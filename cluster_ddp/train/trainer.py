@@ -262,7 +262,7 @@ class Trainer:
         with self.communicating.watched():
             return expect_type(task.model(), nn.Module, "model()")
 
-    def _make_state_once_more(self) -> State:
+    def _make_fresh_state(self) -> State:
         """Build the state as a new process would, on the CPU, without touching the task that is training."""
         train, task = self.job.train, copy.copy(self.task)
         with keep_generators():
@@ -286,7 +286,7 @@ class Trainer:
             settle_buckets(self.wrapped, self.task, self._first_loss, self.session.warn)
         self.session.saving.made_from = self.stream.made_from(self.model)
         metrics = self.session.resume(
-            self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
+            self.state, self.stream, total_steps=self.stream.total_steps, make_fresh=self._make_fresh_state
         )
         if self.step > (total := self.stream.total_steps):
             self.session.warn(
@@ -341,7 +341,7 @@ class Trainer:
         before = BeforeEvaluation(self.model, model, self.buffers, self.frozen_weights, self.task, self.state.modes)
         mark = mark_of(self.state, before.frozen) if self.step == self.session.repeated.resumed else None
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
-            values = self.evaluation.run(model, self.session.goes_on())
+            values = self.evaluation.run(model, self.session.continue_check())
         if values is None:
             before.put_back()
         else:
@@ -350,7 +350,7 @@ class Trainer:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)
-            self.session.saving.look_at("an evaluation", self.state)
+            self.session.saving.check_at("an evaluation", self.state)
             self.log.record_evaluation(self.step, self.stream.epoch(self.step - 1), named)
         self.session.beat.enter(Phase.TRAINING)
 
@@ -363,8 +363,10 @@ class Trainer:
         counts = self.state.counts
         self.stream.note_place(counts)
         counts.skipped, counts.bad_in_a_row = self.update.tally()
-        fresh = counts.evaluated_step == self.step
-        metrics = {name: value for name, value in self.log.latest.items() if fresh or not name.startswith("val/")}
+        is_evaluated = counts.evaluated_step == self.step
+        metrics = {
+            name: value for name, value in self.log.latest.items() if is_evaluated or not name.startswith("val/")
+        }
         self.session.save(metrics, again=again)
 
     # The end.

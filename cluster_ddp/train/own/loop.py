@@ -139,9 +139,9 @@ class Loop:
         return self._session.step
 
     @property
-    def unheard(self) -> list[str]:
-        """The signals whose handlers the program has replaced; see `StopSignals.unheard`."""
-        return self._session.unheard
+    def replaced_signals(self) -> list[str]:
+        """The signals whose handlers the program has replaced; see `StopSignals.replaced_signals`."""
+        return self._session.replaced_signals
 
     @property
     def stop_is_agreed(self) -> bool:
@@ -343,7 +343,7 @@ class Loop:
         if (
             not self.left_for_stop
             and self._session.step < self._geometry.total
-            and (asked := self._session.asked()).stops
+            and (asked := self._session.stop_of_any_rank()).stops
         ):
             self._session.decision = asked
             self.left_for_stop = True

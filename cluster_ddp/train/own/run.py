@@ -335,12 +335,12 @@ class ScriptRun:
         optimizers: Sequence[Optimizer],
         order: Order,
         total_steps: int,
-        fresh: Callable[[], State],
+        make_fresh: Callable[[], State],
     ) -> None:
         self._order, self._total_steps = order, total_steps
         refuse_dtypes(bare)
         self._check_weights = FiniteWeights(bare).check
-        self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
+        self._session.resume(state, order, total_steps=total_steps, make_fresh=make_fresh)
         mode = TrainingMode(bare, self._session.warn)
         if self.world.is_main:
             self._report = open_report(self.job, self.directory, self.attempt, self.step, loggers=self._block.is_run)

@@ -48,7 +48,9 @@ _REMEDIES = {
 }
 
 
-def check_comes_back(state: State, step: int, collected: Collected, plan: SavePlan, fresh: Callable[[], State]) -> None:
+def check_comes_back(
+    state: State, step: int, collected: Collected, plan: SavePlan, make_fresh: Callable[[], State]
+) -> None:
     """Compare the state with the one that a resume after this step would have.
 
     Raises
@@ -57,17 +59,17 @@ def check_comes_back(state: State, step: int, collected: Collected, plan: SavePl
         Something is not restored; the message names it.
     """
     with state.undoing():
-        _check_comes_back(state, step, collected, plan, fresh)
+        _check_comes_back(state, step, collected, plan, make_fresh)
 
 
 def _check_comes_back(
-    state: State, step: int, collected: Collected, plan: SavePlan, fresh: Callable[[], State]
+    state: State, step: int, collected: Collected, plan: SavePlan, make_fresh: Callable[[], State]
 ) -> None:
     tensors, scalars = collected
     limits = state.limits()  # now, because the other task may hold the same objects, into which it loads
     try:
         stored = MemoryCheckpoint(tensors, scalars, plan)
-        other = fresh()
+        other = make_fresh()
         restored = stored.restore(other.live(), check_scalars)
         other.load(step, restored.scalars, restored.extra)
         again, scalars_again = other.collect()

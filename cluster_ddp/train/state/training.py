@@ -166,14 +166,14 @@ class State:
         """Note that they do, on all ranks."""
         self._communicating.is_seen = True
 
-    def call_along(self, collected: Collected, fresh: Callable[[], State]) -> None:
+    def call_along(self, collected: Collected, make_fresh: Callable[[], State]) -> None:
         """Call those methods of the task and the modules that rank 0 calls to check that this state comes back."""
         tensors, scalars = collected
         extra = {name: value.cpu().clone() for name, value in tensors.items() if name.startswith(("task.", EXTRA))}
         packed = json.loads(json.dumps({key: scalars[key] for key in ("task", "extra_state")}))
         unpacker = Unpacker(self._device)
         with self.undoing(), contextlib.suppress(Exception):  # rank 0 reports it
-            other = fresh()
+            other = make_fresh()
             other.live()
             other._load_extra_state(packed, extra, unpacker)
             other._load_task(packed, _with_prefix("task.", extra), unpacker)

@@ -100,7 +100,7 @@ def first_steps_of(
             watch_counts(Saved(others, loop.kept), tell),
             watch_rounds(lambda: loop.step, tell, others),
             watch_elsewhere(saved, tell),
-            watch_handlers(lambda: loop.unheard, tell),
+            watch_handlers(lambda: loop.replaced_signals, tell),
             watch_comm_hooks(passed_in.wrapped, tell),
             watch_loss(saved, said, tell),
             watch_remembered(Saved([passed_in.model, *saved.things], loop.kept), said, tell),

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 
-def watch_handlers(unheard: Callable[[], list[str]], warn: Callable[[str], None]) -> Iterator[None]:
+def watch_handlers(replaced_signals: Callable[[], list[str]], warn: Callable[[str], None]) -> Iterator[None]:
     """Warn, after the second step, about signals that the program handles itself, which the run then misses.
 
     Parameters
     ----------
-    unheard
+    replaced_signals
         Returns their names.
     warn
         Called with the message.
     """
     yield
-    if names := unheard():
+    if names := replaced_signals():
         warn(
             f"the program set its own handler for {', '.join(names)} within the block of join_run(), so the run "
             "does not learn that it should stop, and takes a loop that ends early for a finished one. Remove the "
