@@ -363,10 +363,8 @@ class Trainer:
         counts = self.state.counts
         self.stream.note_place(counts)
         counts.skipped, counts.bad_in_a_row = self.update.tally()
-        is_evaluated = counts.evaluated_step == self.step
-        metrics = {
-            name: value for name, value in self.log.latest.items() if is_evaluated or not name.startswith("val/")
-        }
+        current = counts.evaluated_step == self.step
+        metrics = {name: value for name, value in self.log.latest.items() if current or not name.startswith("val/")}
         self.session.save(metrics, again=again)
 
     # The end.
