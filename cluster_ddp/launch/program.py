@@ -62,7 +62,6 @@ class NodeProgram:
 
     def __init__(self, run: RunDirectory, attempt: int, command: Sequence[str], *, node_rank: int) -> None:
         job = load_run_job(run.job_file)
-        spec = job.spec
         for remark in job.remarks:
             say(f"cluster-ddp: {remark}")
         self._attempt = run.attempt(attempt)
@@ -70,48 +69,58 @@ class NodeProgram:
         self._host = host_name()
         self._procs = int(option(command, "--nproc-per-node"))
         self._trains_a_task = trains_a_task(command)
-        self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
-        if spec.launch.snapshot:
-            command = [kept_path(run, word) if word == spec.script else word for word in command]
-        address = _own_address(spec, command)
         self._events = events.EventWriter(run, events.on_this_host("node"))
+        self._prepare_agent(job.spec, command)
+        self._prepare_watch(job.spec, endpoint=option(command, "--rdzv-endpoint"))
+        self._stopping.listen()
+
+    def _prepare_agent(self, spec: JobSpec, command: Sequence[str]) -> None:
+        """Make the agent's files, command line and environment."""
+        if spec.launch.snapshot:
+            command = [kept_path(self._attempt.run, word) if word == spec.script else word for word in command]
+        address = _own_address(spec, command)
         self._heartbeat = HeartbeatFile.create(slots=self._procs)
         try:
-            self._output = RankOutput.prepare(self._attempt.log_file(node_rank))
+            self._output = RankOutput.prepare(self._attempt.log_file(self._node_rank))
         except OSError:
             self._heartbeat.unlink()
             raise
         folder = str(self._output.folder)
-        self._command = fill_in(command, is_host=node_rank == 0, local_addr=address, log_dir=folder)
-        if attempt > 0:
+        self._command = fill_in(command, is_host=self._node_rank == 0, local_addr=address, log_dir=folder)
+        if self._attempt.number > 0:
             self._command += spec.args_on_resume
         self._environment = node_environment(
             spec,
             self._attempt,
-            node_rank=node_rank,
+            node_rank=self._node_rank,
             procs=self._procs,
             heartbeat=self._heartbeat.path,
             base=os.environ,
             gloo_interface=interface_for_gloo(address),
         )
-        warning = signal.Signals[f"SIG{spec.requeue.signal}"]
-        self._survives = {*SURVIVED, warning}
+        self._warning = signal.Signals[f"SIG{spec.requeue.signal}"]
+        self._survives = {*SURVIVED, self._warning}
+
+    def _prepare_watch(self, spec: JobSpec, *, endpoint: str) -> None:
+        """Make what watches over the agent and the ranks."""
+        join_timeout = spec.launch.join_timeout
+        self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
         self._node_failures = NodeFailures(
             self._attempt,
             self._events,
             self._output,
-            node_rank=node_rank,
-            endpoint=option(command, "--rdzv-endpoint"),
-            join_timeout=spec.launch.join_timeout,
+            node_rank=self._node_rank,
+            endpoint=endpoint,
+            join_timeout=join_timeout,
         )
         self._ranks = LocalRanks(self._heartbeat, self._procs)
-        self._watchdog = Watchdog(spec.launch.hang_timeout, spec.launch.join_timeout)
+        self._watchdog = Watchdog(spec.launch.hang_timeout, join_timeout)
         self._stopping = Stopping(
             self._attempt,
             self._heartbeat,
             self._events,
-            node_rank=node_rank,
-            warning=warning,
+            node_rank=self._node_rank,
+            warning=self._warning,
             share="SLURM_JOB_ID" not in os.environ,
         )
         self._forced_end = ForcedEnd(
@@ -119,18 +128,17 @@ class NodeProgram:
             self._stopping,
             self._attempt,
             trains_a_task=self._trains_a_task,
-            join_timeout=spec.launch.join_timeout,
+            join_timeout=join_timeout,
             warn=self._warn,
         )
-        self._run_watch = RunWatch(run.path)
+        self._run_watch = RunWatch(self._attempt.run.path)
         self._last_words = ""  # what cannot be recorded on storage that is unavailable
-        self._sign_of_life = SignOfLife(self._attempt.alive_file(node_rank))
+        self._sign_of_life = SignOfLife(self._attempt.alive_file(self._node_rank))
         self._next_watch = 0.0
         self._next_look_for_newer = 0.0
         self._ticked = time.monotonic_ns()
         self._agent_lost = False
         self._outcome: str | None = None
-        self._stopping.listen()
 
     def start(self) -> None:
         """Start the agent, and the reaper that ends it if this process dies.
