@@ -148,7 +148,7 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
     yield ""
 
 
-def python_starts(python: str, packages: str) -> Iterator[str]:
+def interpreter_check(python: str, packages: str) -> Iterator[str]:
     """Yield the lines with which a batch script checks the interpreter, and that it has what this start needs.
 
     Once an attempt has begun, a host without pydantic could not decide what follows it, which would end the run.

@@ -20,11 +20,11 @@ from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN, node_program
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, preamble, python_starts
+from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, interpreter_check, preamble
 from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_around
 
 _TEMPLATE = Path(__file__).with_name("template.sbatch")
-_MARK = re.compile(r"@([a-z]+)@")
+_MARK = re.compile(r"@([a-z_]+)@")
 
 # What only the running script knows is a mark in the commands of the nodes (see quote_around).
 _VARIABLES = {
@@ -114,16 +114,18 @@ def render_script(
         "usage": _usage(own_run_of, sweep=sweep),
         "directives": "\n".join(_directives(spec)),
         "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=given, setup=_SETUP_HERE, beside=beside)),
-        "python": "\n".join(launcher.definitions()),
+        "interpreter": "\n".join(launcher.definitions()),
         "keeper": launcher.keeper,
-        "starts": "\n".join(python_starts(launcher.keeper, "cluster_ddp")),
-        "ignore": IGNORE_SIGNALS,
-        "exec": hand_over(spec),
-        "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.definitions_from_run()]),
+        "check_interpreter": "\n".join(interpreter_check(launcher.keeper, "cluster_ddp")),
+        "ignore_signals": IGNORE_SIGNALS,
+        "hand_over": hand_over(spec),
+        "run_directory": "\n".join(
+            [*_run_directory(own_run_of, launcher.keeper, sweep=sweep), *launcher.definitions_from_run()]
+        ),
         "signal": spec.requeue.signal,
         "port": _port(spec),
         "network": "\n".join(_exports(spec, network)),
-        "step": launcher.step(),
+        "job_step": launcher.step(),
     }
     text = _MARK.sub(lambda mark: blocks[mark[1]], _TEMPLATE.read_text())
     text = re.sub(r"\n{3,}", "\n\n", text).replace(_SETUP_HERE, "\n".join(spec.launch.setup))  # keeps its empty lines
@@ -213,7 +215,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
         yield directive("requeue", None)
 
 
-def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
+def _run_directory(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
     """Yield the lines that set `run`, the run directory."""
     if own_run_of is None:
         yield "[[ -n $cluster_ddp_run ]] ||"

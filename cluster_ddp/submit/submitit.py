@@ -26,7 +26,7 @@ from cluster_ddp.run.via import SUBMITIT
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, may_be_queued
 from cluster_ddp.slurm.environment import environment_for
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, preamble, python_starts
+from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, interpreter_check, preamble
 from cluster_ddp.submit.quote import quote
 from cluster_ddp.submit.script import check_before_sending, job_options, own_comment
 from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
@@ -137,7 +137,7 @@ class SubmititSubmission:
             "time": math.ceil((spec.slurm.time or 60) / 60),
             "setup": [
                 *preamble(spec, signal=warning_name(), run=folder, setup="\n".join(spec.launch.setup)),
-                *python_starts(self._python(), "cluster_ddp, submitit"),
+                *interpreter_check(self._python(), "cluster_ddp, submitit"),
                 IGNORE_SIGNALS,
             ],
             "use_srun": False,
