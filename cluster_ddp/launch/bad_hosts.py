@@ -26,10 +26,10 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.slurm.start import SlurmStart
 
-_ENOUGH = 2  # attempts that failed on a host: a single one may be bad luck
+_MIN_FAILED_ATTEMPTS = 2  # on a host: a single one may be bad luck
 
 
-def suspects(history: History, upto: int) -> list[str]:
+def bad_hosts(history: History, upto: int) -> list[str]:
     """Return the hosts that ended more than one attempt, as far as is known, or ran on after a newer one had begun.
 
     Parameters
@@ -38,15 +38,17 @@ def suspects(history: History, upto: int) -> list[str]:
         The last attempt to look at; those before the last `resume` do not count.
     """
     numbers = range(history.first_number, upto + 1)
-    lacking = _lacking(history, numbers)
-    counts = Counter(host for number in numbers for host in _culprits(history, number) or lacking.get(number, set()))
+    failed_starts = _hosts_of_failed_starts(history, numbers)
+    counts = Counter(
+        host for number in numbers for host in _hosts_at_fault(history, number) or failed_starts.get(number, set())
+    )
     cut_off = {
         short_name(event.get("host")) for number, event in history.ran_on() if number <= upto and event.get("host")
     }
-    return sorted({host for host, count in counts.items() if count >= _ENOUGH} | cut_off)
+    return sorted({host for host, count in counts.items() if count >= _MIN_FAILED_ATTEMPTS} | cut_off)
 
 
-def _culprits(history: History, number: int) -> set[str]:
+def _hosts_at_fault(history: History, number: int) -> set[str]:
     if history.of_attempt(number, NODE_TAKEN):  # the other events are consequences
         return set()
     lost = {str(event["host"]) for event in history.of_attempt(number, NODE_LOST) if event.get("host")}
@@ -58,7 +60,7 @@ def _culprits(history: History, number: int) -> set[str]:
     return {short_name(host)} if isinstance(host, str) and broken else set()
 
 
-def _lacking(history: History, numbers: Iterable[int]) -> dict[int, set[str]]:
+def _hosts_of_failed_starts(history: History, numbers: Iterable[int]) -> dict[int, set[str]]:
     """Return, by attempt, the host on which the program failed before its first step though it has trained before.
 
     A package, a library or data may be missing there, or differ. If the same happens on another host before training
@@ -88,7 +90,7 @@ def enough_others(usable: set[str], *, bad: Iterable[str], excluded: Iterable[st
 
 
 def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
-    """Return all suspects of the run if Slurm has started its job on one of them again, else none.
+    """Return all bad hosts of the run if Slurm has started its job on one of them again, else none.
 
     Call it before the attempt is begun. It returns a host only once since the last `resume`, and records that, so that
     a job which Slurm keeps starting on a host is not requeued forever.
@@ -108,8 +110,8 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     events = EventWriter(run, login_writer())
     if record_lost_nodes(history, run.attempt(last.number), events, restarted=True):
         history = read_history(run)
-    bad = suspects(history, last.number)
-    new = (set(bad) & set(map(short_name, start.hosts)) if bad else set()) - _named_before(history)
+    bad = bad_hosts(history, last.number)
+    new = (set(bad) & set(map(short_name, start.hosts)) if bad else set()) - _avoided_before(history)
     # A host that cannot be recorded (disk full) would be returned again and again.
     recorded = [
         events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.task) for host in sorted(new)
@@ -117,7 +119,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     return bad if recorded and all(recorded) else []
 
 
-def _named_before(history: History) -> set[str]:
-    """Return the hosts that were returned before."""
+def _avoided_before(history: History) -> set[str]:
+    """Return the hosts that `hosts_to_avoid` has returned before."""
     events = [event for event in history.events if event["event"] == HOST_SUSPECTED]
     return {str(event.get("host")) for event in events if (event.get("attempt") or 0) >= history.first_number}

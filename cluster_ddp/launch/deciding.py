@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster_ddp.launch.allocation import Allocation
-from cluster_ddp.launch.bad_hosts import suspects
+from cluster_ddp.launch.bad_hosts import bad_hosts
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.lost_nodes import record_lost_nodes
@@ -180,7 +180,7 @@ class Decider:
             try:
                 decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
                 goes_on = decision.action == "requeue" or decision.continued_by
-                bad = suspects(read_history(attempt.run), attempt.number) if goes_on else []
+                bad = bad_hosts(read_history(attempt.run), attempt.number) if goes_on else []
                 return decision, decision.why, bad
             except Exception as error:  # such an error would recur, unlike storage that does not respond
                 if self._given_up:  # the keeper goes on without an answer

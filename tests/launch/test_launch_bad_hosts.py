@@ -12,7 +12,7 @@ import pytest
 from starts import attempts, begin, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.bad_hosts import enough_others, hosts_to_avoid, suspects
+from cluster_ddp.launch.bad_hosts import bad_hosts, enough_others, hosts_to_avoid
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.decision import decide
@@ -29,7 +29,7 @@ PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by
 
 
 def found(run: RunDirectory, upto: int) -> list[str]:
-    return suspects(read_history(run), upto)
+    return bad_hosts(read_history(run), upto)
 
 
 def test_a_host_that_fails_again_is_suspect_and_one_that_fails_once_is_not(fresh: RunDirectory) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from starts import attempts, happened, stand_in, start
 
-from cluster_ddp.launch.bad_hosts import suspects
+from cluster_ddp.launch.bad_hosts import bad_hosts
 from cluster_ddp.launch.job_step_output import JobStepOutput
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.running_job_step import RunningJobStep
@@ -58,7 +58,7 @@ def test_a_node_that_never_started_is_named_with_its_last_words(fresh: RunDirect
     assert host == "n2"
     assert error.endswith("Exited with exit code 127: bash: no python here")
     happened(fresh, "node-failed", 1, host="n2", error="the same again", suspect=True)
-    assert suspects(read_history(fresh), 1) == ["n2"]
+    assert bad_hosts(read_history(fresh), 1) == ["n2"]
 
 
 def test_a_container_image_that_is_missing_on_a_node_is_told(fresh: RunDirectory) -> None:
@@ -202,9 +202,9 @@ def test_a_node_program_that_was_killed_is_named_and_the_run_goes_on(trained: Ru
     assert host == "n2" and "killed from outside" in error and "srun: Killed" in error
     outcome = outcome_of(read_history(trained), 0)
     assert outcome.ending is Ending.FAILED and "node n2 failed: its node program was killed" in outcome.why
-    assert suspects(read_history(trained), 0) == []
+    assert bad_hosts(read_history(trained), 0) == []
     EventWriter(trained, "batch").write("node-failed", attempt=1, node=1, host="n2", error=error, suspect=True)
-    assert suspects(read_history(trained), 1) == ["n2"]
+    assert bad_hosts(read_history(trained), 1) == ["n2"]
 
 
 def test_a_node_program_with_an_error_of_its_own_is_told(trained: RunDirectory) -> None:
@@ -254,7 +254,7 @@ def test_a_node_that_was_taken_from_the_job_is_told_and_not_blamed(
     assert recorded(trained, Ended(*KILLED_TASK), nodes=f"n[1-3]{domain}") == []
     outcome = outcome_of(read_history(trained), 0)
     assert outcome.ending is Ending.FAILED and outcome.why.startswith("node n2 was taken from the job while it ran")
-    assert suspects(read_history(trained), 1) == []
+    assert bad_hosts(read_history(trained), 1) == []
 
 
 def test_of_a_step_that_srun_ended_for_want_of_a_connection_the_node_is_named_that_it_lost(fresh: RunDirectory) -> None:

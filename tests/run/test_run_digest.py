@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from run_builders import begin_dead
 
-from cluster_ddp.launch.bad_hosts import suspects
+from cluster_ddp.launch.bad_hosts import bad_hosts
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.causes import failures_of, root_failure
 from cluster_ddp.run.condense import condense, write_digest
@@ -52,7 +52,7 @@ def answers(run: RunDirectory) -> list[Any]:
     """What others ask of a run."""
     history = read_history(run)
     last = run.attempt(history.attempts[-1].number)
-    found: list[Any] = [describe(run, {}).to_json(), suspects(history, 9), decide(run, last)]
+    found: list[Any] = [describe(run, {}).to_json(), bad_hosts(history, 9), decide(run, last)]
     for record in history.attempts:
         failures = failures_of(history, record.number)
         found += [outcome_of(history, record.number), root_failure(failures) if failures else None]

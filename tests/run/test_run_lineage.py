@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_builders import begin_dead
 
-from cluster_ddp.launch.bad_hosts import suspects
+from cluster_ddp.launch.bad_hosts import bad_hosts
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
@@ -69,12 +69,12 @@ def test_what_does_not_count_is_no_progress(overtaken: RunDirectory, say: Say) -
 
 
 def test_node_that_ran_on_is_named_and_left(overtaken: RunDirectory, say: Say) -> None:
-    assert suspects(read_history(overtaken), 1) == []
+    assert bad_hosts(read_history(overtaken), 1) == []
     say("node-finished", 0, node=0, host="hn1.cluster", outcome="superseded")
     (told,) = describe(overtaken, None).warnings
     assert told.startswith("node hn1.cluster still ran attempt 0 until 20")
     assert told.endswith(", cut from the controller")
-    assert suspects(read_history(overtaken), 1) == ["hn1"]
+    assert bad_hosts(read_history(overtaken), 1) == ["hn1"]
 
 
 def test_attempt_that_has_not_begun_to_train_decides_nothing(overtaken: RunDirectory) -> None:
