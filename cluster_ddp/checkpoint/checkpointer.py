@@ -171,7 +171,7 @@ class Checkpointer:
                 self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": reason})
             return False
         self._join()
-        self._check_goes_on()
+        self._raise_earlier_findings()
         save = Save(
             number=number,
             step=step,
@@ -217,7 +217,7 @@ class Checkpointer:
     def finish(self) -> bool:
         """Wait for the save under way; returns whether it is durable, True if there is none. Raises as `save` does."""
         self._join()
-        self._check_goes_on()
+        self._raise_earlier_findings()
         return self._durable
 
     def use_collectives(self, gather: Callable[[Any], list[Any]]) -> None:
@@ -299,7 +299,7 @@ class Checkpointer:
             self._on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         return self._plan
 
-    def _check_goes_on(self) -> None:
+    def _raise_earlier_findings(self) -> None:
         """Raise what the previous save found, on all ranks."""
         if self._writer.superseded:
             raise AttemptSuperseded(self._attempt.number)
@@ -313,9 +313,9 @@ class Checkpointer:
     def _run(self, save: Save, writes: bool, digest: ReplicaDigest) -> None:
         """Carry out a save on the background thread; no exception may escape."""
         try:
-            digest.take()
-            take = functools.partial(self._shard, digest) if writes else None
-            if self._writer.carry_out(save, take, digest.by_kind()):
+            digest.compute()
+            shard_bytes = functools.partial(self._shard, digest) if writes else None
+            if self._writer.carry_out(save, shard_bytes, digest.by_kind()):
                 self.last_saved, self._durable = save.step, True
         except Exception as error:
             say(f"cluster-ddp: the save of step {save.step} was given up: {error or type(error).__name__}")

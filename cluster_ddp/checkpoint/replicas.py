@@ -66,7 +66,7 @@ def _plain(tensor: Tensor) -> Tensor:
 class ReplicaDigest:
     """A digest of the tensors that must be the same on all ranks.
 
-    On the CPU, `take` computes it in the background, and the tensors must not change before that; on a device, the
+    On the CPU, `compute` does it in the background, and the tensors must not change before that; on a device, the
     computation is queued there on construction.
     """
 
@@ -74,7 +74,7 @@ class ReplicaDigest:
         self._names = list(tensors)
         self._tensors = list(tensors.values())
         self._digests = torch.empty(0, dtype=torch.int64)
-        self._taken = threading.Event()
+        self._computed = threading.Event()
         self._arrived: torch.cuda.Event | None = None
         self._on_device = {name for name, tensor in tensors.items() if tensor.is_cuda}
         if self._on_device:
@@ -84,20 +84,20 @@ class ReplicaDigest:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(digests.device))
             self._tensors = []
-            self._taken.set()
+            self._computed.set()
 
-    def take(self) -> None:
+    def compute(self) -> None:
         """Compute the digest, unless that has been done."""
         try:
-            if not self._taken.is_set():
+            if not self._computed.is_set():
                 self._digests = tensor_digests(self._tensors)
                 self._tensors = []
         finally:
-            self._taken.set()
+            self._computed.set()
 
     def wait(self) -> None:
         """Wait until the tensors may change."""
-        self._taken.wait()
+        self._computed.wait()
 
     def other_copies(self, copies: Mapping[str, Tensor]) -> list[str]:
         """Names of copies on the CPU that are not what the tensors on the device were; waits for the device."""

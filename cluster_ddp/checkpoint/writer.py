@@ -96,16 +96,16 @@ class Writer:
         self.failed: dict[str, Any] | None = None
         self._recorded = True  # whether the failure of the last save, if any, was recorded
 
-    def carry_out(self, save: Save, take: Callable[[], memoryview] | None, digests: dict[str, str]) -> bool:
+    def carry_out(self, save: Save, shard_bytes: Callable[[], memoryview] | None, digests: dict[str, str]) -> bool:
         """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`.
 
-        `take` returns the bytes of this rank's shard; None: it writes none. `digests` are of the tensors that have to
-        be the same on all ranks, by kind.
+        `shard_bytes` returns the bytes of this rank's shard; None: it writes none. `digests` are those of the tensors
+        that have to be the same on all ranks, by kind.
         """
         coordinator = self._coordinator
         receipt = {"plan": save.plan.signature, "digests": digests}
-        if take is not None:
-            receipt |= self._write_shard(save, take)
+        if shard_bytes is not None:
+            receipt |= self._write_shard(save, shard_bytes)
         if coordinator.rank != 0:
             coordinator.send(save.number, receipt)
             outcome = coordinator.outcome(save.number)
@@ -121,13 +121,13 @@ class Writer:
             coordinator.announce(save.number, {**outcome, "failed": self.failed, "recorded": self._recorded})
         return durable
 
-    def _write_shard(self, save: Save, take: Callable[[], memoryview]) -> dict[str, Any]:
+    def _write_shard(self, save: Save, shard_bytes: Callable[[], memoryview]) -> dict[str, Any]:
         """Write, hash and flush this rank's file; the receipt describes it, or says why it failed."""
         rank, storage = self._coordinator.rank, self._storage
         path = self._temporary(save) / shard_name(rank)
         receipt = {"file": path.name}
         try:
-            shard = take()
+            shard = shard_bytes()
             self._make_folder(path.parent)
             hashed = xxhash.xxh3_128()
             with created(storage, path) as fd:

@@ -52,10 +52,10 @@ class Late(ReplicaDigest):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
 
-    def take(self) -> None:
+    def compute(self) -> None:
         if not is_main_process():
             time.sleep(0.2)
-        super().take()
+        super().compute()
 
 
 def trained(folder: Path) -> bool:
