@@ -147,13 +147,13 @@ class EndOfJob:
         elif news.number in self._warnings and self.reason is None:
             self._end_is_near(news)
         elif news.number == signal.SIGINT and self._attempt is not None:
-            self._requests.leave(self._attempt, PERSON, None)  # sent by a person, as in a terminal
+            self._requests.write(self._attempt, PERSON, None)  # sent by a person, as in a terminal
 
     def _end_is_near(self, warning: Signal) -> None:
         """Stop because of the warning."""
         self.reason = TIME_LIMIT
         self._request_stop(None, of=warning)
-        say(f"the job is about to end{self._and_stops}")
+        say(f"the job is about to end{self._stop_in_words}")
         self._ask_why(warning)
 
     def _end_has_come(self, term: Signal) -> None:
@@ -182,11 +182,11 @@ class EndOfJob:
         self._unanswered = None
         if answer.reason == TERMINATED:  # Slurm lets the job run: the signal came from someone else
             self.lets_it_run = True
-            say(f"received a SIGTERM that Slurm did not send{self._and_stops}")
+            say(f"received a SIGTERM that Slurm did not send{self._stop_in_words}")
             return
         self.reason = answer.reason
         within = "" if answer.seconds is None else f", in {answer.seconds:.0f} s"
-        say(f"Slurm ends the job ({self.reason}){within}{self._and_stops}")
+        say(f"Slurm ends the job ({self.reason}){within}{self._stop_in_words}")
         self._request_stop(answer.seconds, of=answer.signal)
         if answer.seconds is not None and self.reason != CANCEL:
             self._decide_at = self._host.now() + max(1.0, answer.seconds - _MARGIN_SECONDS)
@@ -202,10 +202,10 @@ class EndOfJob:
         if of is not None and self.reason != CANCEL and self._came_too_late(of):
             return
         reason = {REQUEUED: PREEMPTION, NODE_DOWN: NODE_FAILURE}.get(self.reason, self.reason)
-        self._requests.leave(self._attempt, reason, seconds)
+        self._requests.write(self._attempt, reason, seconds)
 
     @property
-    def _and_stops(self) -> str:
+    def _stop_in_words(self) -> str:
         trains = self._attempt is not None and self._step_ended_at is None
         return ": asking training to save and end" if trains else ""
 

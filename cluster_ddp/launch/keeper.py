@@ -122,7 +122,7 @@ class Keeper:
     def _keep(self) -> KeptStart:
         self._end.listen()
         bad = self._patiently(self._bad_hosts)
-        if bad and self._avoids(bad):
+        if bad and self._gives_nodes_back(bad):
             return self._requeue(None, bad, "hosts that failed more than once")
         attempt = None if bad is None else self._patiently(self._begin)
         if attempt is None:
@@ -173,7 +173,7 @@ class Keeper:
         start = self._allocation.start
         return hosts_to_avoid(self._run, start) if start is not None else []
 
-    def _avoids(self, bad: Sequence[str]) -> bool:
+    def _gives_nodes_back(self, bad: Sequence[str]) -> bool:
         """Whether this allocation is given back before anything is trained on it, because of these bad hosts."""
         names = " ".join(bad)
         if not self._allocation.has_enough_others(bad):

@@ -38,7 +38,7 @@ class StopRequests:
         """Whether the last one is still to be written."""
         return self._unwritten is not None
 
-    def leave(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
+    def write(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
         """Ask an attempt to save and end, within `seconds` if that is known."""
         ends_at = None if seconds is None else self._host.now() + seconds
         self._unwritten = request = _Request(attempt, reason, ends_at)

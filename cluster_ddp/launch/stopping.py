@@ -96,12 +96,12 @@ class Stopping:
 
     def ask(self, reason: str, *, grace: float | None = None, step: int | None = None) -> None:
         """Stop the whole attempt, for a reason that the node program has found itself."""
-        self._take(self._leave_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
+        self._take(self._write_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
 
     def tell_others(self) -> None:
         """Pass the request on to the other nodes, unless somebody has: a signal may have reached only this node."""
         if self.reason is not None and read_stop(self._attempt) is None:
-            self._leave_file(StopRequest(self.reason, self.level, None, self._by))
+            self._write_file(StopRequest(self.reason, self.level, None, self._by))
 
     def end_within(self, seconds: float) -> None:
         """Have what is left in `seconds` from now killed; an earlier deadline stays."""
@@ -132,9 +132,9 @@ class Stopping:
             return
         level = SAVE_AND_END if before is None else AT_ONCE
         request = StopRequest(self._reasons[number], level, None, f"{number.name} to {self._by}")
-        self._take(self._leave_file(request) if self._share else request)
+        self._take(self._write_file(request) if self._share else request)
 
-    def _leave_file(self, request: StopRequest) -> StopRequest:
+    def _write_file(self, request: StopRequest) -> StopRequest:
         try:
             return request_stop(
                 self._attempt, reason=request.reason, level=request.level, grace=request.grace, by=request.by

@@ -68,9 +68,9 @@ class Lineage:
 
     def counts(self, attempt: int | None, step: int) -> bool:
         """Whether what an attempt did at a step belongs to the run; None stands for an unnamed attempt."""
-        return self.left_by(attempt, step) is None
+        return self.abandoned_by(attempt, step) is None
 
-    def left_by(self, attempt: int | None, step: int) -> int | None:
+    def abandoned_by(self, attempt: int | None, step: int) -> int | None:
         """Return the newest attempt that continues from before this step of an older one; None if the step counts."""
         number = self.unsigned if attempt is None else attempt
         return max(
@@ -79,7 +79,7 @@ class Lineage:
 
     def why_abandoned(self, attempt: int | None, step: int) -> str:
         """Say in plain words why something does not count; empty if it counts."""
-        newer = self.left_by(attempt, step)
+        newer = self.abandoned_by(attempt, step)
         if newer is None:
             return ""
         whose = "an earlier attempt" if attempt is None else f"attempt {attempt}"

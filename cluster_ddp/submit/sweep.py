@@ -200,7 +200,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
         for element in begun.values():
             resume_element(plan.sweep, element)
         job_ids: list[str] = []
-        for offset, tasks in split(numbers, max_array_size()):
+        for offset, tasks in arrays_of(numbers, max_array_size()):
             after = job_ids[-1] if job_ids and at_once is not None else None
             options = _options(plan, _ranges(tasks), at_once, after)
             _announce(plan.sweep, offset)
@@ -241,7 +241,7 @@ def resume_element(sweep: SweepDirectory, element: Element) -> None:
     request_resume(run, by=caller(), seen=read_history(run))
 
 
-def split(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
+def arrays_of(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
     """Yield arrays for some elements: the element that is task 0, and the tasks, all of them below `size`."""
     for offset in range(0, max(numbers, default=-1) + 1, size):
         tasks = [number - offset for number in numbers if offset <= number < offset + size]
