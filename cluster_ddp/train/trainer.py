@@ -147,7 +147,7 @@ class Trainer:
             self.schedule.apply(micro.step - skipped)  # a skipped update does not advance the schedule
             self.update.clip()  # changes only gradients, so a save may still be copying the weights
             self.session.saving.wait_for_staging()  # the update must not change weights that a save is still copying
-            was_skipped = self.update.step(expects_gradients=self.gradients.is_computed)
+            was_skipped = self.update.step(expects_gradients=self.gradients.is_computed)  # skipped if not finite
             self.buffers.put_back(was_skipped)
             if self.ema is not None:
                 self.ema.update(was_skipped)  # averages the updated weights
