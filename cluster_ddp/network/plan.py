@@ -83,12 +83,29 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
     """
     chosen: dict[str, Setting] = {}
     remarks: list[str] = []
+    for name, default in PROFILES[network.profile].items():
+        why = f"profile {network.profile}: {default.why}"
+        chosen[name] = Setting(name, default.value, why, explicit=False)
+    _apply_keys(network, chosen, remarks)
+    timeout = _apply_env(network, chosen, remarks)
+    _check_values({setting.name: setting.value for setting in chosen.values()})
+    exported = exported or {}
+    if exported.get("NCCL_TIMEOUT"):
+        set_by = "network.env" if "NCCL_TIMEOUT" in network.env else "network.timeout" if network.timeout else None
+        timeout, remark = _exported_timeout(exported["NCCL_TIMEOUT"], timeout, set_by)
+        remarks.append(remark)
+    remarks += [said for setting in chosen.values() if (said := _said_once(setting, exported))]
+    return NetworkPlan(
+        tuple(setting for setting in chosen.values() if setting.beats(exported)), timeout, tuple(remarks)
+    )
+
+
+def _apply_keys(network: NetworkSpec, chosen: dict[str, Setting], remarks: list[str]) -> None:
+    """Set the variables of the keys of `network:`, other than `env`."""
 
     def put(name: str, value: str, why: str, *, explicit: bool = True) -> None:
         chosen[name] = Setting(name, value, why, explicit)
 
-    for name, default in PROFILES[network.profile].items():
-        put(name, default.value, f"profile {network.profile}: {default.why}", explicit=False)
     if network.ib_disable is not None:
         put("NCCL_IB_DISABLE", "1" if network.ib_disable else "0", "network.ib_disable")
     if network.socket_ifname:
@@ -105,6 +122,9 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
         why = f"network.debug: {network.debug}" if network.debug else f"the default of network.debug: {_DEFAULT_DEBUG}"
         put(name, value, why, explicit=network.debug is not None)
 
+
+def _apply_env(network: NetworkSpec, chosen: dict[str, Setting], remarks: list[str]) -> int:
+    """Set the variables of `network.env`; return the process-group timeout, which NCCL_TIMEOUT there may set."""
     timeout = int(network.timeout or DEFAULT_TIMEOUT)
     for name, value in network.env.items():
         if name == "NCCL_TIMEOUT":
@@ -116,20 +136,12 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
         elif name in WITHOUT_EFFECT:
             remarks.append(f"network.env.{name} has no effect: {WITHOUT_EFFECT[name]}. It is omitted.")
         elif name in RENAMED:
-            remarks.append(f"network.env.{name} is torch's and called {RENAMED[name]} now; exported under that name.")
-            put(RENAMED[name], value, f"network.env.{name}")
+            renamed = RENAMED[name]
+            remarks.append(f"network.env.{name} is torch's and called {renamed} now; exported under that name.")
+            chosen[renamed] = Setting(renamed, value, f"network.env.{name}", explicit=True)
         else:
-            put(name, value, "network.env")
-    _check_values({setting.name: setting.value for setting in chosen.values()})
-    exported = exported or {}
-    if exported.get("NCCL_TIMEOUT"):
-        set_by = "network.env" if "NCCL_TIMEOUT" in network.env else "network.timeout" if network.timeout else None
-        timeout, remark = _exported_timeout(exported["NCCL_TIMEOUT"], timeout, set_by)
-        remarks.append(remark)
-    remarks += [said for setting in chosen.values() if (said := _said_once(setting, exported))]
-    return NetworkPlan(
-        tuple(setting for setting in chosen.values() if setting.beats(exported)), timeout, tuple(remarks)
-    )
+            chosen[name] = Setting(name, value, "network.env", explicit=True)
+    return timeout
 
 
 def _said_once(setting: Setting, exported: Mapping[str, str]) -> str | None:
