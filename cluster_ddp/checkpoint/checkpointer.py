@@ -375,8 +375,8 @@ class Checkpointer:
         if not is_last:
             return f"training continues; {there}"
         return (
-            "no step follows: if trying again fails as well, free some space on the run's storage, or repair it, and "
-            f"resume; {there}"
+            "no step follows: if trying again fails as well, remove the cause, for example by freeing some space on "
+            f"the run's storage, and resume; {there}"
         )
 
     def _end(self) -> None:

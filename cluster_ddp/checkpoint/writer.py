@@ -6,6 +6,7 @@ A checkpoint becomes valid in `Writer._publish`, by the rename that gives its fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import time
@@ -281,4 +282,6 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "the limit of a file's size is reached (ulimit -f, or that of the file system)"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)

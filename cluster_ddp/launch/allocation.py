@@ -131,7 +131,8 @@ class SlurmAllocation:
         self._kill_wait: float | None = None
         self._grace_end = ""
         self._full_names: dict[str, str] = {}  # by short names
-        self._ends_at = float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None
+        ends_at = os.environ.get("SLURM_JOB_END_TIME", "")  # until Slurm has been asked
+        self._ends_at = float(ends_at) if ends_at.isdecimal() else None
 
     @property
     def start(self) -> SlurmStart:

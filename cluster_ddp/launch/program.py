@@ -131,7 +131,7 @@ class NodeProgram:
             join_timeout=join_timeout,
             warn=self._warn,
         )
-        self._run_watch = RunWatch(self._attempt.run.path)
+        self._run_watch = RunWatch(self._attempt)
         self._last_words = ""  # what cannot be recorded on storage that is unavailable
         self._sign_of_life = SignOfLife(self._attempt.alive_file(self._node_rank))
         self._next_watch = 0.0

@@ -75,7 +75,7 @@ def last_output(facts: Facts) -> str:
         return f"(there is no {name})"
     last = next((line.strip() for line in reversed(lines) if line.strip()), None)
     said = f"{name} is empty" if last is None else f"{name} ends with: {last[:_MAX_QUOTE]}"
-    by_itself = facts.job.state in ("COMPLETED", "FAILED")
+    by_itself = facts.job.state in ("COMPLETED", "FAILED") and not (last or "").startswith("slurmstepd: error:")
     return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 
 

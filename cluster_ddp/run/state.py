@@ -85,9 +85,8 @@ def _stopping(history: History) -> str | None:
     last, request = history.current_attempt, history.stop_request
     if request is None or last is None or last.ended is not None:
         return None
-    if request.reason != PERSON:
-        return f"stopping: {request.reason}"
-    stopping = f"stopping: asked by {request.by or 'a person'}"
+    asked = f"asked by {request.by or 'a person'}" if request.reason == PERSON else request.reason
+    stopping = f"stopping: {asked}"
     return "; ".join(filter(None, [stopping, silent_nodes(history)]))  # which would not end
 
 

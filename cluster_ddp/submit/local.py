@@ -7,6 +7,7 @@ several nodes.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.via import LOCAL
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
 from cluster_ddp.submit.machine import devices_here, interpreter
-from cluster_ddp.submit.supervisor import Supervisor
+from cluster_ddp.submit.supervisor import Supervisor, noting_stops
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
@@ -161,9 +162,10 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     RunGone
         Its directory has vanished meanwhile.
     """
-    attempt = begin_attempt(run, host=os.uname().nodename, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
-    supervisor = Supervisor(attempt, start, show=show)
-    supervisor.run()
+    signals: list[signal.Signals] = []
+    with noting_stops(signals):  # else a Ctrl-C in between leaves an attempt that is lost
+        attempt = begin_attempt(run, host=os.uname().nodename, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
+        Supervisor(attempt, start, show=show, signals=signals).run()
     if not run.exists():
         raise RunGone(
             f"{run.path} is gone: it was removed or renamed, or its storage is unavailable. The training has ended.\n"

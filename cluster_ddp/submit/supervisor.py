@@ -84,6 +84,8 @@ class Supervisor:
     ----------
     others_have_ended
         Whether the nodes of the attempt on other machines have ended; asked once those here have.
+    signals
+        What `noting_stops` has noted since before the attempt began.
     """
 
     def __init__(
@@ -93,12 +95,13 @@ class Supervisor:
         *,
         show: TextIO,
         others_have_ended: Callable[[], bool] = lambda: True,
+        signals: list[signal.Signals] | None = None,
     ) -> None:
         self._attempt = attempt
         self._start = start
         self._show = show
         self._others_have_ended = others_have_ended
-        self._signals: list[signal.Signals] = []
+        self._signals = [] if signals is None else signals
         self._asked = 0
         self._children: list[subprocess.Popen[bytes]] = []
         self._failed_at: float | None = None

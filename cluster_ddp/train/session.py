@@ -337,8 +337,8 @@ class Session:
         if completed and not durable:
             why = f" ({self.saving.why_failed})" if self.saving.why_failed else ""
             raise TrainError(
-                f"all {self.step} steps are done, but their checkpoint could not be written{why}; free some space on "
-                "the run's storage, or repair it, and resume",
+                f"all {self.step} steps are done, but their checkpoint could not be written{why}; remove the cause, "
+                "for example by freeing some space on the run's storage, and resume",
                 cause=Cause.OUTSIDE,
             )
         self.record(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)

@@ -150,8 +150,8 @@ def test_a_failed_save_says_what_follows_and_whether_there_is_a_checkpoint(
     assert first.endswith("training continues; there is no checkpoint yet")
     assert later.endswith("training continues; earlier checkpoints are kept")
     assert "the save of step 40 failed" in last and "training continues" not in last
-    assert last.endswith("no step follows: if trying again fails as well, free some space on the run's storage, or "
-                         "repair it, and resume; earlier checkpoints are kept")  # fmt: skip
+    assert last.endswith("no step follows: if trying again fails as well, remove the cause, for example by freeing "
+                         "some space on the run's storage, and resume; earlier checkpoints are kept")  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", ["once", "always"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -62,6 +63,20 @@ def test_full_disk(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert target.finish() and target.last_saved == 4
     restored, live = restore(small_disk / "checkpoints", big(0, 4))
     assert restored is not None and restored.step == 4 and same(live, big(4, 4))
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    events, before = Recorder(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    target = checkpointer(tmp_path / "checkpoints", events)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MEBIBYTE, before[1]))
+    try:
+        save(target, 1, big(1, 4))
+        assert not target.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [fields["error"] for fields in events.of("checkpoint-failed")] == [
+        "the limit of a file's size is reached (ulimit -f, or that of the file system)"
+    ]
 
 
 def test_a_checkpoints_folder_that_is_removed_is_made_again_but_no_run_directory(tmp_path: Path) -> None:

@@ -58,8 +58,10 @@ def test_a_time_limit_that_is_changed_while_the_job_runs_is_followed(
     """But of a job that Slurm ends, EndTime is when that ends; and no answer is no news."""
     start = this_start({"SLURM_JOB_ID": "77"})
     assert start is not None
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")  # by a line of launch.setup
+    assert SlurmAllocation(start).ends_at is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
     allocation = SlurmAllocation(start)
     ends = []
     for answer in (

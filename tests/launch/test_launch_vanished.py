@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.launch.vanished import RunWatch
+from cluster_ddp.run.directory import RunDirectory
 
 
 class Clock:
@@ -32,14 +33,18 @@ def gone_for(watch: RunWatch, clock: Clock, seconds: int) -> bool:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "run"
-    folder.mkdir(parents=True)
+    (folder / "attempts/001").mkdir(parents=True)
     return folder
 
 
-@pytest.mark.parametrize("renamed", ["run", "."])
+def watch_over(run: Path, clock: Clock) -> RunWatch:
+    return RunWatch(RunDirectory(run).attempt(1), clock=clock)
+
+
+@pytest.mark.parametrize("renamed", ["run", ".", "run/attempts/001"])
 def test_a_run_that_is_away_for_a_minute_has_vanished(run: Path, tmp_path: Path, renamed: str) -> None:
     clock = Clock()
-    watch = RunWatch(run, clock=clock)
+    watch = watch_over(run, clock)
     assert not gone_for(watch, clock, 300)
     (run.parent / renamed).resolve().rename(tmp_path / "moved")
     assert not gone_for(watch, clock, 50)
@@ -48,7 +53,7 @@ def test_a_run_that_is_away_for_a_minute_has_vanished(run: Path, tmp_path: Path,
 
 def test_a_run_that_comes_back_has_not_vanished(run: Path, tmp_path: Path) -> None:
     clock = Clock()
-    watch = RunWatch(run, clock=clock)
+    watch = watch_over(run, clock)
     for _ in range(3):
         run.rename(tmp_path / "moved")
         assert not gone_for(watch, clock, 50)
@@ -61,7 +66,7 @@ def test_storage_that_is_away_is_waited_for_and_then_given_up(run: Path, monkeyp
         raise OSError(116, "Stale file handle")
 
     clock = Clock()
-    watch = RunWatch(run, clock=clock)
+    watch = watch_over(run, clock)
     monkeypatch.setattr(Path, "lstat", stale)
     assert not gone_for(watch, clock, 890)
     monkeypatch.undo()
@@ -72,19 +77,21 @@ def test_storage_that_is_away_is_waited_for_and_then_given_up(run: Path, monkeyp
 
 
 UNMOUNTED = """
-import subprocess, sys
+import shutil, subprocess, sys
 from pathlib import Path
 from cluster_ddp.launch.vanished import RunWatch
+from cluster_ddp.run.directory import RunDirectory
 
 storage = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", storage], check=True)
-(run := storage / "runs" / "run").mkdir(parents=True)
+attempt = RunDirectory(storage / "runs" / "run").attempt(1)
+attempt.path.mkdir(parents=True)
 now = [100.0]
-watch = RunWatch(run, clock=lambda: now[0])
+watch = RunWatch(attempt, clock=lambda: now[0])
 if sys.argv[2] == "unmounted":
     subprocess.run(["umount", storage], check=True)
 else:
-    run.rmdir()
+    shutil.rmtree(attempt.run.path)
 vanished = False
 for _ in range(int(sys.argv[3])):
     now[0] += 1.0

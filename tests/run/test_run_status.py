@@ -151,6 +151,14 @@ def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
     assert describe(run, {"12": slurm_job("RUNNING")}).reason == f"stopping: asked by me; {told}"
 
 
+def test_a_silent_node_is_told_while_the_time_limit_asks_it_to_stop(run: RunDirectory, say: Say) -> None:
+    attempt = begin_on_two_nodes(run, say)
+    request_stop(attempt, reason="time-limit", by="the keeper")
+    os.utime(attempt.alive_file(1), (time.time() - 190,) * 2)
+    told = str(describe(run, {"12": slurm_job("RUNNING")}).reason)
+    assert told.startswith("stopping: time-limit; no sign of life from n1 for 3 min")
+
+
 def test_no_node_is_silent_because_the_clock_here_is_ahead_of_the_storages(
     run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:

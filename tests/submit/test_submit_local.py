@@ -27,6 +27,7 @@ from cluster_ddp.run.events import read_events
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import PERSON, read_stop
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError
 
@@ -311,6 +312,23 @@ def test_a_closed_terminal_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sys, "stderr", Closed())
     say("anything")
+
+
+def test_ctrl_c_while_an_attempt_begins_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = local.begin_attempt
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        attempt = begin(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return attempt
+
+    monkeypatch.setattr(local, "begin_attempt", interrupted)
+    monkeypatch.setattr(local.Supervisor, "_start_node", lambda *_: subprocess.Popen(["sleep", "0.5"]))
+    spec = JobSpec(name="x", script="x.py", runs_dir=str(tmp_path))
+    run, status = local.start_local(local.plan_local(spec, gpus="none"), show=sys.stdout)
+    request = read_stop(run.attempt(0))
+    assert request is not None and request.reason == PERSON
+    assert status.state is RunState.STOPPED
 
 
 def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, tmp_path: Path) -> None:
