@@ -66,7 +66,7 @@ def _not_in_queue(run: RunDirectory, record: RunRecord, *, answered: bool) -> tu
 
 
 def last_output(facts: Facts) -> str:
-    """Quote the end of a job's output, for a job that has left no other word."""
+    """Quote the end of a job's output, for a job that has left no other word, or none yet."""
     assert facts.job is not None
     name = facts.output_file(facts.job.job_id)
     try:
@@ -117,7 +117,7 @@ def waits_for(facts: Facts, job_id: str) -> str | None:
     if (up := len(nodes)) >= last.nodes:
         reports_nothing = any(event.get("script") for event in nodes.values())
         return None if reports_nothing else "starting: all nodes have started, but their ranks do not train yet"
-    return f"starting: {up} of {last.nodes} nodes have started so far {facts.see_output(job_id)}"
+    return f"starting: {up} of {last.nodes} nodes have started so far {last_output(facts)}"
 
 
 def _latest_failed(history: History, job_id: str) -> Event | None:

@@ -64,8 +64,14 @@ def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirecto
     attempt = begin(run, slurm_job_id="7", nodes=2)
     for node in range(2):
         attempt.alive_file(node).touch()
+    busy = (
+        "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"  # with an srun of launch.setup
+    )
+    (run.path / "slurm-7.out").write_text(f"cluster-ddp: attempt 0\n{busy}\n")
+    so_far = f"nodes have started so far (slurm-7.out ends with: {busy})"
+    assert told(run, "RUNNING")[1] == f"starting: 0 of 2 {so_far}"
     say("node-started", 0, node=1, host="n1")
-    assert told(run, "RUNNING")[1] == "starting: 1 of 2 nodes have started so far (see slurm-7.out)"
+    assert told(run, "RUNNING")[1] == f"starting: 1 of 2 {so_far}"
     say("node-started", 0, node=0, host="n0")
     assert told(run, "RUNNING")[1] == "starting: all nodes have started, but their ranks do not train yet"
     say("started", 0, step=0, world_size=2)
