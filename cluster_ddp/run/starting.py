@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
@@ -69,14 +70,20 @@ def last_output(facts: Facts) -> str:
     """Quote the end of a job's output, for a job that has left no other word, or none yet."""
     assert facts.job is not None
     name = facts.output_file(facts.job.job_id)
-    try:
-        lines = read_tail(facts.history.run.path / name, _MAX_OUTPUT).decode(errors="replace").split("\n")
-    except OSError:
-        return f"(there is no {name})"
-    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-    said = f"{name} is empty" if last is None else f"{name} ends with: {last[:_MAX_QUOTE]}"
-    by_itself = facts.job.state in ("COMPLETED", "FAILED") and not (last or "").startswith("slurmstepd: error:")
+    said = end_of_output(facts.history.run.path / name, name)
+    other_cause = any(words in said for words in ("there is no", "slurmstepd: error:"))
+    by_itself = facts.job.state in ("COMPLETED", "FAILED") and not other_cause
     return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
+
+
+def end_of_output(file: Path, name: str) -> str:
+    """Quote the last line of a job's output; `name` is what to call its file."""
+    try:
+        lines = read_tail(file, _MAX_OUTPUT).decode(errors="replace").split("\n")
+    except OSError:
+        return f"there is no {name}"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return f"{name} is empty" if last is None else f"{name} ends with: {last[:_MAX_QUOTE]}"
 
 
 def failed_start(facts: Facts, job_id: str, *, queued: bool) -> str | None:

@@ -13,6 +13,7 @@ from cluster_ddp.run.errors import resume_command
 from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import OrphanedJob, run_in_comment
 from cluster_ddp.run.run_state import RunState
+from cluster_ddp.run.starting import end_of_output
 from cluster_ddp.run.state import how_to_release
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.storage import owner_of
@@ -97,12 +98,14 @@ def describe_element(known: KnownRun | NotBegun, slurm_jobs: Mapping[str, SlurmJ
     element, run = known.element, known.sweep.run(known.element)
     tasks = tasks_of(known, slurm_jobs or {})
     job = tasks[-1] if tasks else None
-    state, reason = _state(known.record, job, answered=slurm_jobs is not None)
+    state, reason = _state(known.sweep, known.record, job, answered=slurm_jobs is not None)
     empty = describe_known(KnownRun(run, None, None, ()), None)
     return replace(empty, name=element.name, state=state, reason=reason, slurm_job_id=job.job_id if job else None)
 
 
-def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
+def _state(
+    sweep: SweepDirectory, record: SweepRecord, job: SlurmJob | None, *, answered: bool
+) -> tuple[RunState, str | None]:
     if job is None:
         if record.busy:
             return RunState.PENDING, "waits for its turn"
@@ -126,7 +129,8 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
             RunState.LOST,
             f"the sweep was stopped or cancelled before it started; {resume_command(record.id)} starts it",
         )
-    said = f"see slurm-{array}.out of the sweep"
+    output = f"slurm-{array}.out"
+    said = end_of_output(sweep.path / output, f"{output} of the sweep")
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt started ({said})"
 
 

@@ -69,6 +69,9 @@ def test_the_same_command_starts_only_what_is_missing_or_failed(here: Path, slur
     end(start(sweep, 0, "101_0"), "101_0", COMPLETED)
     end(failed := start(sweep, 1, "101_1"), "101_1", FAILED)
     assert describe(failed, {}).state.value == "FAILED"
+    slurm.queue.write_text(f"101_3|101|FAILED||NonZeroExitCode|cluster_ddp {sweep.id}\n")
+    (sweep.path / "slurm-101.out").write_text("job.sbatch: launch.setup: status 1 from: false\n")
+    assert "(slurm-101.out of the sweep ends with: job.sbatch: launch.setup: status 1" in call("status", sweep.id).out
     slurm.queue.write_text(f"101_2|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
     said = call("sweep", "--no-check", "job.yaml", *GRID)  # 3 has left the queue without having begun
     assert "2 of 4 elements submitted" in said.err
