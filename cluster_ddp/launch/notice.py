@@ -47,10 +47,10 @@ def give_notice(run: RunDirectory, *, writer: str) -> None:
         if notify is None or status is None:
             return
         number = read_history(run).last_number
+        problem = _run(notify.command, status)
     except (ClusterDDPError, OSError) as error:
         say(f"cluster-ddp: cannot notify anybody: {error}")
         return
-    problem = _run(notify.command, status)
     events = EventWriter(run, writer)
     events.write(NOTIFIED, attempt=number, state=status.state.value, error=problem)
     if problem is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -80,3 +83,16 @@ def test_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mo
     assert "did not end within" in describe(run, None).warnings[0]
     time.sleep(4)
     assert not (tmp_path / "late").exists()
+
+
+def test_a_full_temporary_folder_harms_nothing_but_the_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = asking_for(tmp_path, "true")
+    ended(run, COMPLETED, step=9)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    notice.give_notice(run, writer="test")
+    assert "cannot notify anybody: [Errno 28] No space left on device" in capsys.readouterr().err
