@@ -88,10 +88,15 @@ taken_since() {
     echo $((count < preemptions ? count : preemptions))
 }
 
-# Whether a start of the job failed on this host before, not ended by Slurm. An element of a sweep that has not begun has
-# no record of where its starts failed: any earlier start counts.
+# Whether there is a run: an element of a sweep makes its own when it begins.
+has_run() {
+    [[ -f $run/run.json ]]
+}
+
+# Whether a start of the job failed on this host before, not ended by Slurm. Without a run there is no record of
+# where starts failed, so any earlier one counts.
 has_failed_here() {
-    if $has_run; then grep -sqv "$by_slurm" "$said"; else ((${SLURM_RESTART_COUNT:-0} > 0)); fi
+    if has_run; then grep -sqv "$by_slurm" "$said"; else ((${SLURM_RESTART_COUNT:-0} > 0)); fi
 }
 
 # Prints what the job, or the next of its chain, is to exclude from now on.
@@ -113,8 +118,6 @@ task=$SLURM_JOB_ID queued=false leave='' shown='' ends='' next='' wait=''
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its sibling tasks
 by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
-has_run=false
-[[ -f $run/run.json ]] && has_run=true
 
 # The last start of this job in which an attempt began; its starts are counted from 0.
 begun=-1
@@ -156,7 +159,7 @@ prevent_restart() {
     is_queued "$shown" || [[ $shown != *\ Requeue=1\ * ]] || call scontrol update JobId="$task" Requeue=0
 }
 
-if $has_run && ! $queued && [[ ! $ends ]]; then
+if has_run && ! $queued && [[ ! $ends ]]; then
     next=$(next_job)
     [[ -z $next || -n $shown ]] || shown=$(call scontrol show job -o "$task")
     if [[ -n $next && $shown == *JobState=RUNNING* ]]; then
@@ -166,10 +169,11 @@ fi
 words=${reason//\\/\\\\}
 words=${words//\"/\\\"}
 # Without a subshell, which Slurm's SIGTERM would end: it comes as soon as a requeue is accepted
-$has_run && printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-    -1 "$task" "${SLURM_RESTART_COUNT:-0}" \
-    "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
-    >>"$said"
+has_run &&
+    printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
+        -1 "$task" "${SLURM_RESTART_COUNT:-0}" \
+        "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
+        >>"$said"
 
 prevent_restart
 
