@@ -16,9 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.launch.environment import omp_threads
 from cluster_ddp.launch.processes import die_with_parent
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.storage import open_append
 from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
@@ -74,12 +77,13 @@ class SweepHere:
             while (waiting and not self._closed) or any(place.process for place in self.places):
                 if time.monotonic() - looked >= self.claim_seconds:
                     looked = time.monotonic()
-                    self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel`, or others
+                    with contextlib.suppress(RunError):  # storage that is away for a moment
+                        self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel`, others
                 self._pass_on()
                 for place in self.places:
                     self._look_after(place)
                     if place.process is None and waiting and not self._closed:
-                        self._start(place, waiting.pop(0))
+                        self._try_to_start(place, waiting.pop(0))
                 time.sleep(_POLL_SECONDS)
 
     def _pass_on(self) -> None:
@@ -96,6 +100,13 @@ class SweepHere:
             assert place.run is not None
             place.process = None
             self.report(describe(place.run, None))
+
+    def _try_to_start(self, place: Place, element: Element) -> None:
+        try:
+            self._start(place, element)
+        except (ClusterDDPError, OSError) as error:  # such as a full disk, which is no reason to end those that train
+            self._closed = True
+            say(f"cluster-ddp: {element.name} cannot be started, and no element is started any more: {error}")
 
     def _start(self, place: Place, element: Element) -> None:
         run = run_of_element(self.sweep, element, via=LOCAL, job=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,10 @@ import pytest
 from light_agent import LIGHT_AGENT
 from waiting import wait_for
 
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord, change_sweep
+from cluster_ddp.submit import sweep_here
 from cluster_ddp.submit.sweep_here import Place, SweepHere
 
 JOB = f"""\
@@ -61,6 +65,24 @@ def test_nothing_is_started_once_another_has_the_claim(tmp_path: Path) -> None:
     ours = {"pid": 1, "since": 1.0}
     SweepHere(sweep, [Place(())], None, None, lambda status: None, ours, claim_seconds=0.0).run([element])
     assert not sweep.run(element).path.exists()
+
+
+def test_elements_that_train_go_on_where_another_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk; nor can the sweep's record be read."""
+
+    def full(*_: Any, **__: Any) -> RunDirectory:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sweep_here, "run_of_element", full)
+    ended: list[RunStatus] = []
+    training = Place((), subprocess.Popen(["sleep", "0.5"]), RunDirectory(tmp_path / "run"))
+    others = [Element("0001-a", ()), Element("0002-b", ())]
+    SweepHere(SweepDirectory(tmp_path), [training, Place(())], None, None, ended.append, None, 0.0).run(others)
+    assert len(ended) == 1
+    said = "0001-a cannot be started, and no element is started any more: [Errno 28] No space left on device"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.timeout(600)
