@@ -135,5 +135,13 @@ def _start_no_more(sweep: SweepDirectory) -> bool:
         busy = record.busy
         return withdraw(replace(record, submitting=None), (array.job_id for array in record.arrays))
 
-    update_sweep(sweep, withdrawn)
+    try:
+        update_sweep(sweep, withdrawn)
+    except OSError as error:  # such as a full disk
+        arrays = " ".join(array.job_id for array in read_sweep(sweep).arrays)
+        end_jobs = f", or end its jobs without that: scancel {arrays}" if arrays else ""
+        raise RunError(
+            f"sweep {sweep.id} goes on: cannot write {sweep.record_file}: {error.strerror or error}\n"
+            f"Try again once it can be written{end_jobs}"
+        ) from error
     return busy

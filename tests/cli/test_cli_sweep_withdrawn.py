@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from cli_stage import Call, Slurm, the_sweep
 
+from cluster_ddp.cli import sweep_end
 from cluster_ddp.run.sweep import SweepDirectory
 from cluster_ddp.slurm.commands import submit_script
 from cluster_ddp.submit.element import main as element_program
@@ -49,6 +52,20 @@ def test_they_do_not_begin_though_slurm_could_not_be_reached(
     assert "the sweep was stopped or cancelled before it started; cluster-ddp resume" in call("status", sweep.id).out
     assert call("resume", sweep.id).status == 0
     assert start(sweep, "102", monkeypatch) == 0
+
+
+@pytest.mark.parametrize("command", ["cancel", "stop"])
+def test_a_full_disk_is_told_with_the_command_that_ends_the_jobs(
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert call(*SWEEP).status == 0
+    monkeypatch.setattr(sweep_end, "update_sweep", full)
+    said = call(command, the_sweep(here).id)
+    assert said.status == 2 and "sweep.json: No space left on device" in said.err
+    assert "or end its jobs without that: scancel 101" in said.err
 
 
 def test_they_do_not_begin_if_the_array_was_submitted_meanwhile_and_stays_in_the_queue(
