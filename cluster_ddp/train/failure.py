@@ -226,6 +226,8 @@ def _advice(error: BaseException, text: str) -> str | None:
         )
     if "create_graph" in text:
         return f"the optimizer {SECOND_DERIVATIVES}"
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return f"the program called sys.exit({error.code}) before its training was over"
     if isinstance(error, KeyError):
         return _advice_for_step(error)
     return None

@@ -102,6 +102,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
                 run.fail()
                 raise
             left = end  # sys.exit(0) in the middle of the script ends it just like reaching its last line
+            run.note_exit()
         except BaseException as error:
             run.fail(error)
             raise

@@ -38,6 +38,11 @@ def test_an_error_without_words_is_told_by_its_name_alone() -> None:
     assert explain(MemoryError()).endswith("(MemoryError)")
 
 
+def test_an_exit_is_told_as_such_unless_it_has_words_of_its_own() -> None:
+    assert explain(SystemExit(0)).startswith("the program called sys.exit(0) before its training was over")
+    assert explain(SystemExit("no data")) == "SystemExit: no data"
+
+
 def test_a_single_sample_of_a_set_without_a_length_is_explained() -> None:
     with pytest.raises(ValueError, match="more than 1 value") as raised:
         nn.BatchNorm1d(3)(torch.ones(1, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,11 +21,11 @@ from cluster_ddp.train import join_run
 from cluster_ddp.train.own import leaving
 
 
-def leave_in_turn(place: Path, in_steps: bool) -> None:
-    """A loop that rank 0 leaves in its second batch, and rank 1 in the same batch a second later."""
+def leave_in_turn(place: Path, kind: str) -> None:
+    """A loop that rank 0 leaves in its second batch or after an epoch, and rank 1 there, too, a second later."""
     leaving.PATIENCE_SECONDS = 0.3
     begin_attempt(place, 0)
-    with join_run() as run:
+    with contextlib.suppress(SystemExit), join_run() as run:
         torch.manual_seed(5)
         model = DistributedDataParallel(model_of())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,24 +38,34 @@ def leave_in_turn(place: Path, in_steps: bool) -> None:
                 time.sleep(run.world.rank)
             return number == 1
 
-        if in_steps:
+        if kind == "steps":
             any(map(train, run.steps(9, model=model, optimizer=optimizer)))
             return
-        loader = run.resumable(distributed(6)(), model=model, optimizer=optimizer, epochs=1)
+        loader = run.resumable(distributed(6)(), model=model, optimizer=optimizer, epochs=1 + (kind == "exit"))
         for _ in loader.epochs():
-            any(train(number) for number, _ in loader.enumerate())
+            if kind == "epochs":
+                any(train(number) for number, _ in loader.enumerate())
+            else:
+                list(map(train, (number for number, _ in loader.enumerate())))
+                time.sleep(run.world.rank)
+                sys.exit(0)
 
 
 @pytest.mark.parametrize(
-    ("in_steps", "place"),
-    [(False, "epoch 0 after 2 of its 4 batches"), (True, "its loop in step 1 of 9")],
-    ids=["epochs", "steps"],
+    ("kind", "place"),
+    [
+        ("epochs", "epoch 0 after 2 of its 4 batches"),
+        ("steps", "its loop in step 1 of 9"),
+        ("exit", "its loop in step 4 of 8"),
+    ],
 )
-def test_a_rank_that_leaves_before_the_others_says_so(in_steps: bool, place: str, tmp_path: Path) -> None:
+def test_a_rank_that_leaves_before_the_others_says_so(kind: str, place: str, tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    run_ranks(leave_in_turn, 2, run.path, in_steps)
+    run_ranks(leave_in_turn, 2, run.path, kind)
     (message,) = told(run)
-    assert message.startswith(f"rank 0 left {place}, and 0.3 s later not all of the other ranks have")
+    # Not "rank 1 left": the node program would not record it (see `RankWarnings`).
+    words = f"the ranks do not leave together: rank 0 left {place}, and 0.3 s later not all of the other ranks have"
+    assert message.startswith(words)
 
 
 def leave_by_a_handler(place: Path, attempt: int, at: int | None, told_by_the_node: bool) -> str:

@@ -54,10 +54,12 @@ class Leaving:
         work.wait()
 
     def _tell(self) -> None:
+        # Not "rank 1 left": the node program takes such a line for a rank's last words, and not for a warning.
         message = (
-            f"rank {self._world.rank} left {self.early}, and {PATIENCE_SECONDS:g} s later not all of the other ranks "
-            "have done so. If they continue, they wait for this rank forever: let all ranks leave after the same "
-            "batch, going by something that is the same on all of them, such as a loss summed by dist.all_reduce()"
+            f"the ranks do not leave together: rank {self._world.rank} left {self.early}, and {PATIENCE_SECONDS:g} s "
+            "later not all of the other ranks have done so. If they continue, they wait for this rank forever: let all "
+            "ranks leave after the same batch, going by something that is the same on all of them, such as a loss "
+            "summed by dist.all_reduce()"
         )
         if self._world.is_main:
             self._warn(message)

@@ -328,6 +328,12 @@ class Loop:
         if self._is_updated or self._by_hand.end():
             self._session.beat.step(self._session.step + 1)
 
+    def note_exit(self) -> None:
+        """Call when the program ends by sys.exit(0): a framework that drives the loop does not see it being left."""
+        step, total = self._session.step, self._geometry.total
+        if self.leaving.early is None and step < total:
+            self.leaving.early = f"its loop in step {step} of {total}"
+
     def leave(self) -> None:
         """Call at the end of the block, on all ranks.
 

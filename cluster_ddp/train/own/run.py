@@ -266,6 +266,11 @@ class ScriptRun:
         if self._loop is not None:
             self._loop.seed_what_follows()
 
+    def note_exit(self) -> None:
+        """Note that the program ends by sys.exit(0). Called by `join_run`."""
+        if self._loop is not None:
+            self._loop.note_exit()
+
     def fail(self, error: BaseException | None = None) -> None:
         """Close the metrics file and loggers after an exception. Called by `join_run`."""
         self._block.is_open = False
