@@ -240,12 +240,14 @@ def reset_each_time(text: Text) -> dict[str, bool]:
 
 
 def _updates(statement: ast.stmt, weights: set[str]) -> bool:
-    """Whether this calls ``backward()``, clips gradients, steps a scheduler, or changes weights (``p.mul_(mask)``)."""
+    """Whether this calls ``backward()``, clips gradients, sets a rate, or changes weights (``p.mul_(mask)``)."""
     call = getattr(statement, "value", None)
     name = (name_of(call.func) or "") if isinstance(call, ast.Call) else ""
     if isinstance(statement, ast.Expr) and (_goes_backward(call) or (name[-1:] == "_" and _is_of(name, weights))):
         return True
-    return _UPDATING.search(name) is not None or any(_is_of(to, weights) for to in assigned(statement))
+    if sets_rate(statement) or _UPDATING.search(name) is not None:
+        return True
+    return any(_is_of(to, weights) for to in assigned(statement))
 
 
 def _is_of(name: str, weights: set[str]) -> bool:
