@@ -299,17 +299,19 @@ def lowers_its_rate_by_an_evaluation(once: Any) -> None:
 
 
 def lowers_the_rate_in_an_epoch(once: Any) -> None:
-    optimizer, rates = torch.optim.SGD(MODEL.parameters()), []
+    optimizer, rates, shown = torch.optim.SGD(MODEL.parameters()), list[float](), dict[str, float]()
     for epoch in range(3):
         for batch in once():
             MODEL(batch).mean().backward()
             rates.append(optimizer.param_groups[0]["lr"])
+            if len(rates) > 1:
+                shown["lr"] = max(rates)
         for group in optimizer.param_groups:
             rate = group["lr"]
             group["lr"] = rate * 0.9
             if epoch in (1, 2):
                 group["lr"] *= 0.1
-        print(rates)
+        print(shown)
 
 
 def fills_rows_first(once: Any) -> None:

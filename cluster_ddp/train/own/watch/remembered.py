@@ -33,7 +33,7 @@ from cluster_ddp.train.own.watch.syntax import (
     last_part,
     name_of,
     nodes_around,
-    sets_rate,
+    sets_rate_of_optimizer,
     statement_of,
     taken_from,
     tree_of_object,
@@ -130,7 +130,7 @@ def _uses_in(text: Text) -> _Uses:
     steps = set(below(text.loops[-1], text.parents))
     anywhere = set(below(text.loops[0], text.parents))
     for node in statements & anywhere:
-        places = anywhere if sets_rate(node) else steps
+        places = anywhere if sets_rate_of_optimizer(node, text.parents) else steps
         statements |= {around for around in nodes_around(node, text.parents) if around in places and _is_choice(around)}
     for node in anywhere:
         if isinstance(node, (ast.Break, ast.Return)):
@@ -208,7 +208,7 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
             nodes = [node for node, found in setting.items() if name in found]
             if is_gradient(name) or any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
                 continue
-            if all(map(sets_rate, nodes)):  # the optimizer keeps it
+            if all(sets_rate_of_optimizer(node, text.parents) for node in nodes):
                 continue
             if not restored.isdisjoint(nodes) or any(
                 not places.isdisjoint(names_read([node])[node]) for node in nodes if node not in inside

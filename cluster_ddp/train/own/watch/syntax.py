@@ -176,7 +176,10 @@ def feeding_loss(text: Text) -> Feeding:
     setting = [node for node in inside if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
     over_weights = [node for node in inside if isinstance(node, ast.For) and "parameters(" in ast.unparse(node.iter)]
     weights = {name for node in over_weights for name in assigned(node)}
-    todo: list[ast.AST] = [node for node in inside if isinstance(node, ast.stmt) and _updates(node, weights)]
+    statements = [node for node in inside if isinstance(node, ast.stmt)]
+    todo: list[ast.AST] = [
+        node for node in statements if _updates(node, weights) or sets_rate_of_optimizer(node, text.parents)
+    ]
     found = Feeding(set(), set())
     while todo:
         statement = todo.pop()
@@ -240,14 +243,12 @@ def reset_each_time(text: Text) -> dict[str, bool]:
 
 
 def _updates(statement: ast.stmt, weights: set[str]) -> bool:
-    """Whether this calls ``backward()``, clips gradients, sets a rate, or changes weights (``p.mul_(mask)``)."""
+    """Whether this calls ``backward()``, clips gradients, steps a scheduler, or changes weights (``p.mul_(mask)``)."""
     call = getattr(statement, "value", None)
     name = (name_of(call.func) or "") if isinstance(call, ast.Call) else ""
     if isinstance(statement, ast.Expr) and (_goes_backward(call) or (name[-1:] == "_" and _is_of(name, weights))):
         return True
-    if sets_rate(statement) or _UPDATING.search(name) is not None:
-        return True
-    return any(_is_of(to, weights) for to in assigned(statement))
+    return _UPDATING.search(name) is not None or any(_is_of(to, weights) for to in assigned(statement))
 
 
 def _is_of(name: str, weights: set[str]) -> bool:
@@ -357,6 +358,13 @@ def sets_rate(statement: ast.AST) -> bool:
     """Whether this sets a learning rate, as ``group["lr"] = lr`` does."""
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
     return any(isinstance(to, ast.Subscript) and ast.unparse(to.slice) == "'lr'" for to in targets)
+
+
+def sets_rate_of_optimizer(statement: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this sets a learning rate in the groups of an optimizer, and not one that is only logged."""
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    loops = [node.iter for node in nodes_around(statement, parents) if isinstance(node, ast.For)]
+    return sets_rate(statement) and any("param_groups" in ast.unparse(part) for part in (*targets, *loops))
 
 
 def is_of_clock(node: ast.AST) -> bool:
