@@ -67,8 +67,10 @@ class ResumeExactly(Callback):
         self._run: ScriptRun | None = None
         self._fit: _Fit | None = None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule | None = None, stage: str = "") -> None:
         """Join the run."""
+        if pl_module is None:  # the first hook: called on the class, so that the trainer is in the place of self
+            raise TrainError("callbacks=[ResumeExactly] lacks the parentheses: write callbacks=[ResumeExactly()]")
         if stage == "fit":
             self._run = self._around.enter_context(run_of_training())
             _refuse_callbacks(trainer)
@@ -113,8 +115,12 @@ class ResumeExactly(Callback):
         self._going().settle()
         self._leave()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None = None
+    ) -> None:
         """Leave the run, which was stopped or has failed."""
+        if exception is None:  # called on the class, as `setup` was
+            return
         if self._fit is not None:
             self._fit.close()
         self._around.__exit__(type(exception), exception, exception.__traceback__)

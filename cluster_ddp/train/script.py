@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,8 +46,7 @@ _drawn = {torch.initial_seed()} if torch.initial_seed() >= 2**32 else set[int]()
 _OCCUPANT = ".joined-by-"
 
 
-@contextlib.contextmanager
-def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
+def join_run(folder: Path | str | None = None) -> contextlib.AbstractContextManager[ScriptRun]:
     """Make this process a rank of the run that it was started for, and join the other ranks.
 
     If the block ends without an exception, the last step is saved and the run is recorded as completed. If the ranks
@@ -65,6 +65,29 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     SystemExit
         Something failed, here or on another rank; it has been reported.
     """
+    return _Joining(folder)
+
+
+class _Joining(contextlib.AbstractContextManager[ScriptRun]):
+    """What `join_run` returns, for a `with`."""
+
+    def __init__(self, folder: Path | str | None) -> None:
+        self._block = _block_of(folder)
+
+    def __enter__(self) -> ScriptRun:
+        return self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"join_run() has no {name}: the run begins in a `with`. Write `with join_run() as run:` around the loop"
+        )
+
+
+@contextlib.contextmanager
+def _block_of(folder: Path | str | None) -> Iterator[ScriptRun]:
     place = os.environ.get(RUN_VARIABLE)
     directory = RunDirectory(Path(place or folder or f"{_name_of_program()}.run").absolute())
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))

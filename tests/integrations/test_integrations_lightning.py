@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import preload, run_ranks
 
+from cluster_ddp.train.errors import TrainError
+
 KINDS = {
     "StochasticWeightAveraging": ({"swa_lrs": 0.1}, "take WeightAveraging"),
     "GradientAccumulationScheduler": ({"scheduling": {0: 1, 1: 2}}, "take accumulate_grad_batches="),
@@ -185,6 +187,24 @@ def test_what_cannot_be_exact_is_refused_at_once(tmp_path: Path) -> None:
     messages = [f"the callback {kind} exactly: {remedy}" for kind, (_, remedy) in KINDS.items()]
     for error, message in zip(found, [*messages, *SETTINGS], strict=True):
         assert message in error
+
+
+def fitted_with_the_class() -> str:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from cluster_ddp.integrations.lightning import ResumeExactly
+
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+                        callbacks=[ResumeExactly])  # type: ignore[list-item]  # fmt: skip
+    with pytest.raises(TrainError) as caught:
+        trainer.fit(BoringModel())
+    return str(caught.value)
+
+
+def test_the_class_in_place_of_a_callback_is_refused() -> None:
+    (message,) = run_ranks(fitted_with_the_class, 1)
+    assert message.endswith("write callbacks=[ResumeExactly()]")
 
 
 UNCHANGED = """

@@ -185,7 +185,7 @@ class Repeated:
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(Images(), batch_size=6, shuffle=True),
     "workers": lambda: DataLoader(
-        Images(), batch_size=6, shuffle=True, num_workers=2, collate_fn=mixed, worker_init_fn=renew
+        Images(), batch_size=6, shuffle=True, num_workers=2, collate_fn=mixed, worker_init_fn=renew, pin_memory=True
     ),
     "persistent": lambda: DataLoader(
         Images(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True, drop_last=True

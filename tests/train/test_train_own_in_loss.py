@@ -144,6 +144,17 @@ def weighs_by_earlier_losses(model: nn.Module, once: Any) -> None:
         loss.backward()
 
 
+def sets_its_rate_by_earlier_losses(model: nn.Module, once: Any) -> None:
+    optimizer, losses = torch.optim.SGD(model.parameters()), [1.0]
+    for batch in once:
+        loss = model(batch).square().mean()
+        loss.backward()
+        rate = 0.1 * sum(losses) / len(losses)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        losses.append(loss.item())
+
+
 def keeps_features(model: nn.Module, once: Any) -> None:
     bank, rows = torch.zeros(100, 2), torch.arange(3)
     for batch in once:
@@ -249,6 +260,7 @@ def only_prints(model: nn.Module, once: Any) -> None:
         (lambda model, once: strolls(model, once, Stroll()), []),
         (lambda model, once: strolls(model, once, Stroll(counts=True)), ["change env,"]),
         (weighs_by_earlier_losses, ["change losses, weights,"]),
+        (sets_its_rate_by_earlier_losses, ["change losses,"]),
         (keeps_features, ["change bank,"]),
         (perturbs, ["change delta,"]),
         (averages_tasks, ["change costs,"]),

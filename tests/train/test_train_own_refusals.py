@@ -167,6 +167,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
         "a CopiesItself copies itself with its own __deepcopy__(), as Keras models do"),
+    "a metric of several numbers": (lambda run, model, opt: [
+        run.log(step, {"val/acc": torch.ones(2)}) for step in run.steps(1, model=model, optimizer=opt)],
+        "the value of val/acc is a Tensor of shape (2,), and not one number: log its mean, or"),
     "two loops": (lambda run, model, opt: [
         run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
 }  # fmt: skip

@@ -157,6 +157,18 @@ def lowers_its_own_rate(once: Any) -> None:
             rate /= 4
 
 
+def lowers_the_rate_by_earlier_losses(once: Any) -> None:
+    optimizer, losses = torch.optim.SGD(MODEL.parameters()), {"train": [1.0, 0.0]}
+    for _ in range(3):
+        for batch in once():
+            loss = MODEL(batch).mean()
+            loss.backward()
+        losses["train"].append(loss.item())
+        if losses["train"][-1] > losses["train"][-2]:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+
 def prunes_by_masks(once: Any) -> None:
     masks: dict[str, Tensor] = {}
     for epoch in range(3):
@@ -215,6 +227,7 @@ TOLD: dict[Callable[[Any], None], str] = {
     sets_an_attribute_of_its_trainer: "trainer.weight",
     ends_by_its_losses: "losses",
     lowers_its_own_rate: "rate",
+    lowers_the_rate_by_earlier_losses: "losses['train']",
     prunes_by_masks: "masks",
     clips_by_a_mean: "bound",
     takes_tasks_in_turn: "tasks",
@@ -283,6 +296,22 @@ def lowers_its_rate_by_an_evaluation(once: Any) -> None:
         for batch in torch.rand(2, 3, 4):
             total += MODEL(batch).mean().item()
         scheduler.step(total / 2)
+
+
+def lowers_the_rate_in_an_epoch(once: Any) -> None:
+    optimizer, rates, shown = torch.optim.SGD(MODEL.parameters()), list[float](), dict[str, float]()
+    for epoch in range(3):
+        for batch in once():
+            MODEL(batch).mean().backward()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if len(rates) > 1:
+                shown["lr"] = max(rates)
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            group["lr"] = rate * 0.9
+            if epoch in (1, 2):
+                group["lr"] *= 0.1
+        print(shown)
 
 
 def fills_rows_first(once: Any) -> None:
@@ -370,6 +399,7 @@ NOT_TOLD = [
     sums_losses_between_updates,
     sets_it_on_all_ways,
     lowers_its_rate_by_an_evaluation,
+    lowers_the_rate_in_an_epoch,
     fills_rows_first,
     only_prints,
     begins_at_the_place,
@@ -386,6 +416,7 @@ def test_what_later_batches_use_is_told(loop: Callable[[Any], None]) -> None:
     loop(twice(messages))
     assert len(messages) == 1
     assert f" {TOLD[loop]}" in messages[0]
+    assert "']=" not in messages[0]  # to be kept under a name
 
 
 @pytest.mark.parametrize("loop", NOT_TOLD, ids=lambda loop: loop.__name__)

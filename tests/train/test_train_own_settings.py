@@ -41,7 +41,7 @@ def validated(place: Path) -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
-            run.log(run.step, {"val/accuracy": ACCURACIES[epoch]})
+            run.log(run.step, {"val/accuracy": torch.tensor([ACCURACIES[epoch]])})
 
 
 def test_the_best_checkpoint_of_a_loop_is_kept_and_its_metrics_logged(tmp_path: Path) -> None:

@@ -148,8 +148,10 @@ def without_with(place: Path) -> str:
     """A run whose block nothing holds open."""
     RunDirectory(place).attempt(0).path.mkdir(parents=True, exist_ok=True)
     os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
-    run = join_run().__enter__()
     model = nn.Linear(2, 1)
+    with pytest.raises(AttributeError, match="Write `with join_run\\(\\) as run:`"):
+        join_run().resumable  # type: ignore[attr-defined]  # noqa: B018
+    run = join_run().__enter__()
     with pytest.raises(TrainError, match="has ended, and nothing is saved after it"):
         run.steps(3, model=model, optimizer=torch.optim.SGD(model.parameters()))
     return str(LeaveBlock())

@@ -248,8 +248,9 @@ class ScriptRun:
         return evaluation
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a line to metrics.jsonl; all ranks call it, with the same values."""
+        """Write a line to metrics.jsonl; all ranks call it, with the same values: numbers, or tensors of one."""
         order = self._resumed()
+        values = {name: _number(name, value) for name, value in values.items()}
         self._session.saving.note_logged(values)
         self._report.log(step=step, samples=order.consumed(step), epoch=order.epoch(max(0, step - 1)), values=values)
 
@@ -389,3 +390,14 @@ class ScriptRun:
         if self._order is None:
             raise TrainError("the run has no loop yet: call resumable(), steps() or resume() first")
         return self._order
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise TrainError(
+            f"run.log: the value of {name} is a {type(value).__name__}{shape}, and not one number: log its mean, or "
+            "each element under a name of its own"
+        ) from error

@@ -72,10 +72,10 @@ def watch_loss(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -
     told = " ".join(said)
     if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", told)):
         warn(
-            f"steps change {', '.join(names)}, from which the loss is computed and which no checkpoint contains: a "
-            "resume starts with what the program puts there before the loop, and is not exact. Keep lists, tensors "
-            "and arrays, for example with kept = run.keep(losses=losses); give an object state_dict() and "
-            "load_state_dict(), and pass it in"
+            f"steps change {', '.join(names)}, from which the loss or the learning rate is computed and which no "
+            "checkpoint contains: a resume starts with what the program puts there before the loop, and is not exact. "
+            "Keep lists, tensors and arrays, for example with kept = run.keep(losses=losses); give an object "
+            "state_dict() and load_state_dict(), and pass it in"
         )
 
 

@@ -30,8 +30,10 @@ from cluster_ddp.train.own.watch.syntax import (
     is_of_clock,
     is_of_library,
     is_restored,
+    last_part,
     name_of,
     nodes_around,
+    sets_rate_of_optimizer,
     statement_of,
     taken_from,
     tree_of_object,
@@ -78,12 +80,12 @@ def watch_remembered(saved: Saved, said: Sequence[str], warn: Callable[[str], No
             "the number of the step (run.step), as in tasks[run.step % len(tasks)]"
         )
     if names := sorted(found.keys() - names):
-        first = names[0].rpartition(".")[2]
+        first = last_part(names[0])
         warn(
-            f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss from it, "
-            "or end because of it, but no checkpoint contains it: a resume starts with what it is before the loop, "
-            f"and is not exact. Keep a number, string, list or tensor: {how_to_keep(first)}. Set anything else "
-            "again before each use: from the number of the epoch (`if epoch >= 2:` rather than `==`), from "
+            f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss or learning "
+            "rate from it, or end because of it, but no checkpoint contains it: a resume starts with what it is before "
+            f"the loop, and is not exact. Keep a number, string, list or tensor: {how_to_keep(first)}. Set anything "
+            "else again before each use: from the number of the epoch (`if epoch >= 2:` rather than `==`), from "
             "run.step, or from what is kept"
         )
 
@@ -126,9 +128,11 @@ def _uses_in(text: Text) -> _Uses:
         return {}
     statements = set(feeding_loss(text).statements)
     steps = set(below(text.loops[-1], text.parents))
-    for node in statements & steps:
-        statements |= {around for around in nodes_around(node, text.parents) if around in steps and _is_choice(around)}
-    for node in below(text.loops[0], text.parents):
+    anywhere = set(below(text.loops[0], text.parents))
+    for node in statements & anywhere:
+        places = anywhere if sets_rate_of_optimizer(node, text.parents) else steps
+        statements |= {around for around in nodes_around(node, text.parents) if around in places and _is_choice(around)}
+    for node in anywhere:
         if isinstance(node, (ast.Break, ast.Return)):
             statements |= {around for around in (text.parents[node],) if _is_choice(around)}
     uses = names_read(statements)
@@ -203,6 +207,8 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
         for name in sorted(set_here & names - assigned(loop) - deleted):
             nodes = [node for node, found in setting.items() if name in found]
             if is_gradient(name) or any(map(is_of_clock, nodes)) or any(map(counted, nodes)) or _is_sum(nodes, name):
+                continue
+            if all(sets_rate_of_optimizer(node, text.parents) for node in nodes):
                 continue
             if not restored.isdisjoint(nodes) or any(
                 not places.isdisjoint(names_read([node])[node]) for node in nodes if node not in inside

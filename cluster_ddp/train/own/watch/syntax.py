@@ -176,7 +176,10 @@ def feeding_loss(text: Text) -> Feeding:
     setting = [node for node in inside if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
     over_weights = [node for node in inside if isinstance(node, ast.For) and "parameters(" in ast.unparse(node.iter)]
     weights = {name for node in over_weights for name in assigned(node)}
-    todo: list[ast.AST] = [node for node in inside if isinstance(node, ast.stmt) and _updates(node, weights)]
+    statements = [node for node in inside if isinstance(node, ast.stmt)]
+    todo: list[ast.AST] = [
+        node for node in statements if _updates(node, weights) or sets_rate_of_optimizer(node, text.parents)
+    ]
     found = Feeding(set(), set())
     while todo:
         statement = todo.pop()
@@ -355,6 +358,13 @@ def sets_rate(statement: ast.AST) -> bool:
     """Whether this sets a learning rate, as ``group["lr"] = lr`` does."""
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
     return any(isinstance(to, ast.Subscript) and ast.unparse(to.slice) == "'lr'" for to in targets)
+
+
+def sets_rate_of_optimizer(statement: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this sets a learning rate in the groups of an optimizer, and not one that is only logged."""
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    loops = [node.iter for node in nodes_around(statement, parents) if isinstance(node, ast.For)]
+    return sets_rate(statement) and any("param_groups" in ast.unparse(part) for part in (*targets, *loops))
 
 
 def is_of_clock(node: ast.AST) -> bool:
