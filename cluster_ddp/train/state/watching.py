@@ -24,7 +24,7 @@ from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.set_before_read import is_length_of, is_within, set_before_read
-from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
+from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH, TRAINED
 from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.unread import is_unread
@@ -392,7 +392,9 @@ class Watch:
         self._comes_back |= dict.fromkeys(not_shared & now.lists_alike(again), True)
         lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in not_shared}
         self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}
-        loaded = {name for name in self._at_first.keys() & changed if name in again.leaves}
+        loaded = {
+            name for name in self._at_first.keys() & changed if name in again.leaves and name + TRAINED not in changed
+        }
         made = {name for name in loaded if again.mark(name) != self._at_first[name]}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
