@@ -278,7 +278,8 @@ class Saving:
             self._warned.update(names)
             self.warn(
                 f"training changes {listed(names, MAX_NAMES)}, which no checkpoint contains: a resume is exact only if "
-                "no step depends on it, or if it is set from the number of the step or of the epoch before each use. "
+                "no step depends on what an earlier one left there. Nothing has to be done if each step sets it before "
+                "reading it, if it is made again when it is missing, or if it is only printed or logged. "
                 "Otherwise make it a buffer of the model, or include it in the state_dict() of the task, of the "
                 "optimizer, or of something else that is passed in"
             )

@@ -47,6 +47,37 @@ def test_a_collator_of_a_library_that_holds_the_model_is_exact_and_not_told(
     assert "from which samples or batches are made" not in capfd.readouterr().err
 
 
+class Attacked(Dataset[Any]):
+    """Makes samples by the model that is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.inputs = model, torch.randn(44, FEATURES, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        weight = next(self.model.parameters()).detach()
+        return self.inputs[index] + weight[index % len(weight)].cpu().sign(), index % CLASSES
+
+
+class Attacks(ZooTask):
+    """Trains on samples that are made to be hard for the model."""
+
+    def model(self) -> nn.Module:
+        self.network = super().model()
+        return self.network
+
+    def train_data(self) -> Dataset[Any]:
+        return Attacked(self.network)
+
+
+def test_samples_that_the_model_makes_are_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, Attacks)) == "exact"
+    said = capfd.readouterr().err
+    assert "after a pass" not in said and "has changed since" not in said
+
+
 DOUBLED: dict[int, Tensor] = {}
 
 

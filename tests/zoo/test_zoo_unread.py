@@ -1,9 +1,10 @@
-"""Numbers that each step sets before it reads them are not told, unless one that an earlier step set may be read."""
+"""What each step sets before it reads it, or loading makes again, is not told; what a step before has set is."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
+from zoo_models import CLASSES, FEATURES
 from zoo_told import told
 from zoo_training import Case, ZooTask
 
@@ -44,6 +47,84 @@ def test_numbers_that_each_step_sets_before_it_reads_them_are_not_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(Anneals, tmp_path, capfd, steps=4) == []
+
+
+class Tempered(nn.Linear):
+    """Computes a temperature from a count that is its extra state, and notes in each pass how its scores spread."""
+
+    count, temperature = 0, 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += self.training
+        self.temperature = 1 / (1 + self.count)
+        scores: Tensor = super().forward(inputs) * self.temperature
+        self.spread = scores.std().item()
+        return scores
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, count: int) -> None:
+        self.count, self.temperature = count, 1 / (1 + count)
+
+
+class MakesAgain(ZooTask):
+    """Restores by a count where a sequence of points is, and a level that workers would share."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.points, self.level = SobolEngine(1, scramble=True, seed=1), multiprocessing.Value("d", 0.0)
+
+    def model(self) -> nn.Module:
+        self.tempered = Tempered(FEATURES, CLASSES)
+        return self.tempered
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) + self.points.draw(1).item() + self.tempered.spread
+        self.level.value = self.points.num_generated / 2  # type: ignore[attr-defined]
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.points.num_generated}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.points.reset()
+        self.points.fast_forward(state["drawn"])
+        self.level.value = state["drawn"] / 2  # type: ignore[attr-defined]
+
+
+def test_what_loading_makes_again_from_a_count_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(MakesAgain, tmp_path, capfd, steps=4) == []
+
+
+class BeginsMeans(ZooTask):
+    """Forgets running means that its first step begins, although no later one could do without."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.count, self.of_none, self.parts = 0, None, dict[str, Any]()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss, mean = super().loss(model, batch), batch[0].mean(0)
+        if self.count == 0:
+            self.of_tensor, self.of_number, self.parts["mean"] = mean, mean.sum().item(), mean
+        else:
+            self.of_tensor = 0.9 * self.of_tensor + 0.1 * mean
+            self.of_number = 0.9 * self.of_number + 0.1 * mean.sum().item()
+            self.parts["mean"] = 0.9 * self.parts["mean"] + 0.1 * mean
+        self.of_none = mean if self.count == 0 else 0.9 * self.of_none + 0.1 * mean
+        self.count += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_a_mean_that_the_first_step_begins_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(BeginsMeans, tmp_path, capfd) == ["task.of_none", "task.of_number", "task.of_tensor", "task.parts"]
 
 
 def dim_zero_sum(states: Tensor) -> Tensor:

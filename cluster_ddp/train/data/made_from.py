@@ -70,6 +70,8 @@ class MadeFrom:
     ----------
     is_changed
         Whether a step has changed any attribute or variable, to which other samples are then due; None before `end`.
+    has_model
+        Whether the data set may make samples by the model that is trained, if `put_back_by` is given.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class MadeFrom:
         self._is_read_here, self._task, self._model = is_read_here, put_back_by, model
         self._held = dict(getattr(put_back_by, "__dict__", {}))
         self._first = self._marks()
+        self.has_model = any(source.has_left_out for source in self._sources[:1])  # that of the data set
         self._replaced: set[str] = set()  # what load_state_dict() of the task puts another object in the place of
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
@@ -221,7 +224,14 @@ class Source:
         Whether the names of what its code writes count as well.
     called
         Names of methods that are called without being named.
+
+    Attributes
+    ----------
+    has_left_out
+        Whether its code reads anything that is not looked at.
     """
+
+    has_left_out = False
 
     def __init__(
         self, source: Any, trained: set[int], but: set[int], *, writes: bool = False, called: set[str] = _CALLED
@@ -244,6 +254,7 @@ class Source:
         for _ in range(_DEPTH):
             inner: list[tuple[str, Any]] = []
             for name, value in level:
+                self.has_left_out |= id(value) in self._but
                 if can_be_seen(value) and (type(value) in _PLAIN or id(value) not in seen):
                     seen.add(id(value))
                     yield name, value

@@ -137,6 +137,7 @@ class MapStream:
         self._fetcher.expect_changes(task, *enclosing_methods(task).values(), *variables_around([task]).values())
         self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device
         self._warn = warn
+        self._has_model = False  # whether samples may be made by the model, and so differ at each resume
         self._loader: Loader[MicroBatch] | None = None
 
     @property
@@ -161,7 +162,8 @@ class MapStream:
         if self._workers:
             return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES, model=model)
         made = MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task, model=model)
-        self._fetcher.is_changed_by_steps = lambda: made.is_changed is not False  # or nobody knows yet
+        self._has_model = made.has_model
+        self._fetcher.is_changed_by_steps = lambda: made.has_model or made.is_changed is not False  # or None: not known
         return made
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
@@ -207,7 +209,7 @@ class MapStream:
                     "the order of its files, the augmentation and train.seed must stay the same. Only with "
                     "train.workers: 0 may samples depend on state that the task restores, such as a level of difficulty"
                 )
-        counts.samples_fingerprint = seen
+        counts.samples_fingerprint = None if self._has_model else seen
 
     def note_place(self, counts: Counts) -> None:
         """Do nothing: the places of all ranks follow from the step."""

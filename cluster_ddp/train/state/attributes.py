@@ -345,10 +345,6 @@ class Attributes(Snapshot):
         wholes = accumulate(name.partition(", ")[0].split("."), "{}.{}".format)
         return next((whole for whole in wholes if self._kinds.get(whole) in _LISTS), None)
 
-    def is_frame(self, name: str) -> bool:
-        """Whether it is a data frame, of which the state may have a dict of lists or whatever it can be made from."""
-        return callable(getattr(self._kinds.get(name), "to_numpy", None))
-
     def has_alike(self, name: str, again: Attributes) -> bool:
         """Whether a leaf has the same value, or a tensor the same bits, after a resume."""
         leaf, loaded = self.leaves.get(name), again.leaves[name]

@@ -1,7 +1,8 @@
 """Recognizes what each step sets before it reads it, such as the features that a forward hook puts into a dict.
 
 A step that needed what the one before left there could not have been the first one, which found nothing there, or an
-attribute of None: unless the program asks whether there is something, which its source shows.
+attribute of None: unless the program asks whether there is something, or sets something else in the first step, which
+its source shows.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from cluster_ddp.train.inner_parts import CONTAINERS
 from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.comparing import is_same
 from cluster_ddp.train.state.snapshot import LENGTH
 from cluster_ddp.train.state.surroundings import is_of_user
 
 _CONTAINERS = (dict, collections.OrderedDict, list)
 _FILLING = {"append", "clear", "__setitem__"}  # methods that read nothing
 _MISSING = re.compile(r"\b(Attribute|Key|Index|Lookup|Base)?(Error|Exception)\b|suppress")
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_PLACES = (ast.Attribute, ast.Subscript)
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+READS, SETS = "reads", "sets"
 
 
 def set_before_read(changed: Collection[str], before: Attributes, first: Attributes, second: Attributes) -> set[str]:
@@ -65,7 +71,8 @@ def _is_replaced(place: str, first: Attributes, second: Attributes) -> bool:
     """Whether the second step has put something else there."""
     then, now = ({name for name in at.leaves if is_within(name, (place,))} for at in (first, second))
     tensors = [name for name in now if isinstance(second.leaves[name], Tensor)]
-    return then == now and bool(tensors) and all(first.leaves[name] is not second.leaves[name] for name in tensors)
+    values = tensors or [name for name in now if second.is_value(name) and not name.endswith(LENGTH)]
+    return then == now and bool(values) and not any(is_same(first.leaves[name], second.leaves[name]) for name in values)
 
 
 def _is_emptied(holder: str, *moments: Attributes) -> bool:
@@ -86,6 +93,8 @@ def _is_only_read_where_set(place: str, before: Attributes) -> bool:
 
 def is_only_read_where_set(name: str, *, is_container: bool, may_be_none: bool = False) -> bool:
     """Whether the program fails wherever it reads an attribute, or an element of a container, that is not there.
+
+    Also whether no function that sets it may read it before, as one that begins a running mean in the first step.
 
     Parameters
     ----------
@@ -115,8 +124,9 @@ def _parsed(source: str) -> ast.Module:
 
 
 def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool) -> Iterator[bool]:
-    """For each use of a name, whether it sets something there, or fails where there is nothing."""
+    """For each use of a name, whether it sets something there, or fails where there is nothing; see above."""
     parents = {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
+    places: dict[ast.AST, set[str]] = collections.defaultdict(set)  # that functions set
     for node in parents:
         if isinstance(node, ast.Constant) and node.value == name:
             yield False  # hasattr() and the like
@@ -126,8 +136,19 @@ def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool)
             is_container and isinstance(node, ast.Name) and node.id == name
         ):
             is_load, parent = isinstance(node.ctx, ast.Load), parents[node]
+            place = parent if is_container and isinstance(parent, ast.Subscript) else node
+            if isinstance(place, _PLACES) and isinstance(place.ctx, ast.Store):
+                places[_function_of(place, parents)].add(ast.unparse(place))
             may_be_nothing = _may_be_empty(node, parent, is_container) or (may_be_none and _may_be_none(node, parent))
             yield not (is_load and (may_be_nothing or _is_caught(node, parents)))
+    for function, places_there in places.items():
+        yield all(first_way(getattr(function, "body", []), place) != READS for place in places_there)
+
+
+def _function_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    while node in parents and not isinstance(node, _SCOPES):
+        node = parents[node]
+    return node
 
 
 def _may_be_empty(node: ast.AST, parent: ast.AST, is_container: bool) -> bool:
@@ -155,3 +176,51 @@ def _is_caught(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
             return True
         node = parent
     return False
+
+
+def first_way(statements: Sequence[ast.stmt], place: str) -> str | None:
+    """What statements do first: whether they may read a place before setting it, or set it in any case.
+
+    Parameters
+    ----------
+    place
+        An attribute, or an element of a container, as it is written.
+    """
+    for statement in statements:
+        if isinstance(statement, _SCOPES):
+            continue
+        is_block = isinstance(statement, (ast.If, ast.With, ast.For, ast.While))
+        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
+        read = (node for part in (own if is_block else [statement]) for node in ast.walk(part))
+        if any(_is_read(node, place) for node in read):
+            return READS
+        ways = [first_way(getattr(statement, name, []), place) for name in ("body", "orelse")] if is_block else []
+        if READS in ways:
+            return READS
+        if _sets(statement, place) if not is_block else _goes_on_after_setting(statement, ways):
+            return SETS
+    return None
+
+
+def _is_read(node: ast.AST, place: str) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, _PLACES) and ast.unparse(node.target) == place
+    return isinstance(node, _PLACES) and isinstance(node.ctx, ast.Load) and ast.unparse(node) == place
+
+
+def _sets(statement: ast.stmt, place: str) -> bool:
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    parts = (part for target in targets for part in ast.walk(target) if isinstance(part, _PLACES))
+    return any(isinstance(part.ctx, ast.Store) and ast.unparse(part) == place for part in parts)
+
+
+def _goes_on_after_setting(statement: ast.stmt, ways: Sequence[str | None]) -> bool:
+    """Whether a block has set it wherever the next statement is reached; the body of a loop may not be run at all."""
+    if isinstance(statement, ast.With):
+        return ways[0] == SETS and not any("suppress" in ast.unparse(item) for item in statement.items)
+    if not isinstance(statement, ast.If) or not statement.orelse:
+        return False
+    blocks = (statement.body, statement.orelse)
+    return all(way == SETS or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True))

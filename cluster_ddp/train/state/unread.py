@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from cluster_ddp.train.state.only_written import codes_of
-from cluster_ddp.train.state.set_before_read import trees_with
+from cluster_ddp.train.state.set_before_read import READS, first_way, trees_with
 from cluster_ddp.train.state.surroundings import is_of_user
 from cluster_ddp.train.task import Task
 
@@ -22,9 +22,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef)
 _LATER = (ast.Lambda, ast.GeneratorExp)  # what is computed at another time
 _WAITING = (ast.Yield, ast.YieldFrom, ast.Await)
-_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _OF_ALL = {"vars", "asdict", "astuple"}
-_READS, _SETS = "reads", "sets"
 
 
 def is_unread(holder: object, key: str) -> bool:
@@ -109,7 +107,7 @@ def _reads_after_setting(function: ast.FunctionDef | ast.AsyncFunctionDef, key: 
         isinstance(getattr(node, "ctx", None), ast.Store) and ast.unparse(node) in wholes for node in nodes
     )
     waits = any(isinstance(node, _WAITING) for node in nodes)
-    if arguments[0].arg not in wholes or is_rebound or waits or _way(function.body, owner, key) == _READS:
+    if arguments[0].arg not in wholes or is_rebound or waits or first_way(function.body, f"{owner}.{key}") == READS:
         return 0
     return len(reads)
 
@@ -136,39 +134,3 @@ def _owner_of(node: ast.AST) -> str:
     """The object of which a node reads or sets an attribute, as it is written."""
     value = getattr(getattr(node, "target", node), "value", None)
     return ast.unparse(value) if isinstance(value, ast.expr) else ""
-
-
-def _way(statements: Sequence[ast.stmt], owner: str, key: str) -> str | None:
-    """What the statements do first: whether they may read the attribute before setting it, or set it in any case."""
-    for statement in statements:
-        if isinstance(statement, _SCOPES):
-            continue
-        is_block = isinstance(statement, (ast.If, ast.With, ast.For, ast.While))
-        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
-        read = (node for part in (own if is_block else [statement]) for node in ast.walk(part))
-        if any(_is_read(node, key) for node in read):
-            return _READS
-        ways = [_way(getattr(statement, name, []), owner, key) for name in ("body", "orelse")] if is_block else []
-        if _READS in ways:
-            return _READS
-        if _sets(statement, owner, key) if not is_block else _goes_on_after_setting(statement, ways):
-            return _SETS
-    return None
-
-
-def _sets(statement: ast.stmt, owner: str, key: str) -> bool:
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
-        return False
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    parts = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute))
-    return any(part.attr == key and _owner_of(part) == owner and isinstance(part.ctx, ast.Store) for part in parts)
-
-
-def _goes_on_after_setting(statement: ast.stmt, ways: Sequence[str | None]) -> bool:
-    """Whether a block has set it wherever the next statement is reached; the body of a loop may not be run at all."""
-    if isinstance(statement, ast.With):
-        return ways[0] == _SETS and not any("suppress" in ast.unparse(item) for item in statement.items)
-    if not isinstance(statement, ast.If) or not statement.orelse:
-        return False
-    blocks = (statement.body, statement.orelse)
-    return all(way == _SETS or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True))

@@ -7,10 +7,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.randomness import keep_generators
@@ -23,7 +24,7 @@ from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.set_before_read import is_length_of, is_within, set_before_read
-from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH
+from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH, TRAINED
 from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.unread import is_unread
@@ -100,7 +101,7 @@ class Watch:
         self._first_names: set[str] = set()  # of the attributes of the task, before it was given any state
         self._first_values: dict[str, Any] | None = None  # its numbers, strings and functions then
         self._made_again: set[str] = set()  # what loading has made as it was
-        self._at_first: dict[str, Any] = {}  # what loading has put into numbers and data frames of another task
+        self._at_first: dict[str, Any] = {}  # what tells what loading has put into another task
         self._names_at_first: set[str] | None = None  # of all that it had then
         self._told: set[str] = set()  # what was found to be unsaved so far
         self._set_before_read: set[str] = set()  # what each step sets before it reads it
@@ -193,7 +194,7 @@ class Watch:
             # Later, what loading has derived from other values may no longer be what it would derive.
             derived = comes_back.intersection(changed) if may_load else set[str]()
             derived = {name for name in derived if is_value(now.leaves.get(name)) and name in was.leaves}
-            derived = {name for name in derived if self._place(name) is not None}
+            derived = {name for name in derived if self._place(name) is not None and not self._is_of_extra_state(name)}
             changed = [name for name in changed if name not in comes_back or name in derived]
             if changed:  # rarely, as tensors are copied from the GPU for it
                 forms = Attributes(dict(other_forms(states)))
@@ -271,8 +272,16 @@ class Watch:
         """The attributes, of the task, the model or an object in them, in which a number or string was found."""
         with contextlib.suppress(Exception):  # it is an element, in a slot, or of something that answers by itself
             place = _attributes_of(self._holder(name))
-            return place if last_part(name) in place else None
+            part = place.get(last_part(name), _NOTHING)
+            return None if part is _NOTHING or isinstance(part, SynchronizedBase) else place
         return None
+
+    def _is_of_extra_state(self, name: str) -> bool:
+        """Whether set_extra_state() of a module may have made it, which is not called again."""
+        with contextlib.suppress(Exception):  # as for `_place`
+            holder = self._holder(name)
+            return isinstance(holder, nn.Module) and type(holder).set_extra_state is not nn.Module.set_extra_state
+        return False
 
     def _holder(self, name: str) -> Any:
         """The task, the model, or the object or dict in them, that has the attribute or element of this name."""
@@ -305,15 +314,13 @@ class Watch:
         values.update(self._first_values)
 
     def note_first(self, other: Task) -> None:
-        """Note the numbers, strings and data frames in another task that has been given the state from before training.
+        """Note what another task holds that has been given the state from before training.
 
         It is a copy, so what its loading does not put back is as it is now.
         """
         found = of_task(other)
         self._names_at_first = set(found.leaves)
-        self._at_first = {
-            name: leaf for name, leaf in found.leaves.items() if found.is_frame(name) or found.is_value(name)
-        }
+        self._at_first = {name: found.mark(name) for name in found.leaves}
 
     def compare(self, other: Task, again: Attributes, *, is_another_model: bool) -> None:
         """Find out what comes back, by what another task has after loading the state of this one.
@@ -385,8 +392,10 @@ class Watch:
         self._comes_back |= dict.fromkeys(not_shared & now.lists_alike(again), True)
         lengths = {name for name in changed if name.endswith(LENGTH) and name.removesuffix(LENGTH) in not_shared}
         self._comes_back |= {name: True for name in lengths & again.leaves.keys() if now.has_alike(name, again)}
-        loaded = {name for name in self._at_first.keys() & changed if name in again.leaves}
-        made = {name for name in loaded if not is_same(self._at_first[name], again.leaves[name])}
+        loaded = {
+            name for name in self._at_first.keys() & changed if name in again.leaves and name + TRAINED not in changed
+        }
+        made = {name for name in loaded if again.mark(name) != self._at_first[name]}
         self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
 
