@@ -48,8 +48,9 @@ def test_commands_given_at_once_or_from_a_folder_that_is_gone(cluster: SlurmClus
         cluster.wait_for_state(int(answers[0]["slurm_job_id"]), "CANCELLED")
         resumed = list(pool.map(lambda _: cluster.cli("resume", run, check=False, timeout=200), range(4)))
     assert sorted(done.returncode for done in resumed) == [0, 2, 2, 2], resumed
-    why = ("resume", "continues by itself")  # the latter if the job is in the queue by then
-    assert all(any(words in done.stderr for words in why) for done in resumed if done.returncode), resumed
+    why = ("resume", "continues by itself", "is HELD")  # the last two if the job is in the queue by then
+    refusals = [done.stderr for done in resumed if done.returncode]
+    assert all(any(words in said for words in why) for said in refusals), refusals
     assert len(cluster.queue()) == 2
 
     gone = f'mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && exec "$@"'
