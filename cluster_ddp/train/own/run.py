@@ -393,11 +393,14 @@ class ScriptRun:
 
 
 def _number(name: str, value: Any) -> float:
-    try:
-        return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        raise TrainError(
-            f"run.log: the value of {name} is a {type(value).__name__}{shape}, and not one number: log its mean, or "
-            "each element under a name of its own"
-        ) from error
+    """The number itself, or the one that a tensor or an array holds; an int remains one."""
+    number = value
+    with contextlib.suppress(ValueError, RuntimeError):  # it has several elements
+        number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, (int, float)):
+        return number
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TrainError(
+        f"run.log: the value of {name} is a {type(value).__name__}{shape}, and not one number: log its mean, or each "
+        "element under a name of its own"
+    )
