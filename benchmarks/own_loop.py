@@ -10,8 +10,8 @@ it does so in every step or never, up to a third of a step's time, is otherwise 
 
 The table shows the median over all rounds of a step's time in the loop without, of the difference in the same round,
 and of the ratio, in seconds and in the processor time of a process and its workers, which other processes disturb
-least; and the most that memory grew in the rounds of the loop with us. The bare loop is timed twice in each round; what
-these two differ is noise.
+least. The bare loop is timed twice in each round; what these two differ is noise. Memory is the most that a process
+which runs only the loop with us has had, minus that of one which runs only the bare loop.
 
 Images have 64 x 64 pixels, photos 224 x 224. To reach: a ratio of at most 1.02 with images and workers, and 1.05 with
 a tiny MLP on tensors without workers.
@@ -60,11 +60,17 @@ SIDES = {"images": 64, "photos": 224}
 
 
 class Round(NamedTuple):
-    """What one round took, and by how much the process's memory grew."""
+    """What one round took."""
 
     seconds: float
     cpu: float
-    grown_mib: float
+
+
+class Figures(NamedTuple):
+    """What one process measured: the rounds of each loop, and the most memory that it has had."""
+
+    rounds: dict[str, list[Round]]
+    peak_mib: float
 
 
 class Pictures(Dataset):
@@ -141,8 +147,9 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Ten
     optimizer.step()
 
 
-def measure(case: str, folder: Path, rounds: int, steps: int) -> None:
-    """Time both loops in turn; rank 0 writes the figures beside the run."""
+def measure(case: str, folder: Path, rounds: int, names: list[str]) -> None:
+    """Time these loops in turn; rank 0 writes the figures beside the run."""
+    steps = steps_of(case)
     with join_run(folder) as run:
         world = run.world.world_size
         bare, bare_optimizer = make(case, world)
@@ -179,11 +186,14 @@ def measure(case: str, folder: Path, rounds: int, steps: int) -> None:
             for inputs, labels in resumable:
                 update(ours, our_optimizer, inputs, labels)
 
-        found = compare({"bare": without, "again": without, "ours": with_us}, rounds)
+        loops = {"bare": without, "again": without, "ours": with_us}
+        found = Figures(compare({name: loops[name] for name in names}, rounds), peak_mib())
+        if run.world.is_main:
+            folder.with_name("figures.json").write_text(json.dumps(found))
+        if "ours" not in names:
+            loops["ours"]()  # else the block would end before its loop began
         if case != "steps":
             next(epochs, None)
-        if run.world.is_main:
-            folder.with_name("rounds.json").write_text(json.dumps(found))
         run.log(run.step, {"ratio": 1.0})
 
 
@@ -192,9 +202,9 @@ def compare(loops: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
     found: dict[str, list[Round]] = {name: [] for name in loops}
     for number in range(rounds + 1):
         for name in random.Random(number).sample(list(loops), len(loops)):
-            peak, cpu, begun = peak_mib(), processor_time(), time.perf_counter()
+            cpu, begun = processor_time(), time.perf_counter()
             loops[name]()
-            found[name].append(Round(time.perf_counter() - begun, processor_time() - cpu, peak_mib() - peak))
+            found[name].append(Round(time.perf_counter() - begun, processor_time() - cpu))
     return found
 
 
@@ -210,11 +220,12 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def show(case: str, world: int, processes: list[dict[str, list[Round]]]) -> None:
-    """Print a line of the table."""
+def show(case: str, world: int, rounds: int) -> None:
+    """Measure a case and print its line of the table."""
     steps = steps_of(case)
+    processes = [in_process(case, world, rounds, ["bare", "again", "ours"]).rounds for _ in range(PROCESSES)]
     found = {name: [row for process in processes for row in process[name][1:]] for name in processes[0]}
-    grown = max(sum(row.grown_mib for row in process["ours"]) for process in processes)
+    peak = {name: in_process(case, world, 1, [name]).peak_mib for name in ("bare", "ours")}
     columns = [f"{world} x {case:20}"]
     for kind in ("seconds", "cpu"):
         bare, again, ours = ([getattr(row, kind) for row in found[name]] for name in ("bare", "again", "ours"))
@@ -224,17 +235,17 @@ def show(case: str, world: int, processes: list[dict[str, list[Round]]]) -> None
         noise = statistics.median(second / first for first, second in zip(bare, again, strict=True))
         each = statistics.median(base) / steps * 1e6
         columns.append(f"{kind}: {each:8.1f} us {over:+8.1f} us, ratio {ratio:.3f} (noise {noise:.3f})")
-    print(*columns, f"memory {grown:+.1f} MiB", sep="   ", flush=True)
+    print(*columns, f"memory {peak['ours'] - peak['bare']:+.1f} MiB", sep="   ", flush=True)
 
 
-def in_processes(case: str, world: int, *, quick: bool) -> dict[str, list[Round]]:
-    """Measure a case in new processes, one for each rank."""
+def in_process(case: str, world: int, rounds: int, names: list[str]) -> Figures:
+    """Measure these loops in a new process for each rank; the figures of rank 0."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     with tempfile.TemporaryDirectory() as folder:
-        here = ["--here", str(Path(folder) / "run"), "--case", case, *(["--quick"] if quick else [])]
+        here = ["--here", str(Path(folder) / "run"), "--case", case, "--rounds", str(rounds), "--loops", *names]
         subprocess.run([*start, __file__, *here], check=True, env=os.environ | KEEP_MEMORY)
-        found = json.loads((Path(folder) / "rounds.json").read_text())
-    return {name: [Round(*row) for row in rows] for name, rows in found.items()}
+        found, peak = json.loads((Path(folder) / "figures.json").read_text())
+    return Figures({name: [Round(*row) for row in rows] for name, rows in found.items()}, peak)
 
 
 def steps_of(case: str) -> int:
@@ -249,13 +260,15 @@ def main() -> None:
     parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="numbers of ranks (default: 1 2)")
     parser.add_argument("--case", choices=CASES, help="measure only this")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in this process, with this run directory
+    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--loops", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
-        measure(options.case, options.here, 3 if options.quick else 9, steps_of(options.case))
+        measure(options.case, options.here, options.rounds, options.loops)
         return
     for world in options.world:
         for case in [options.case] if options.case else CASES:
-            show(case, world, [in_processes(case, world, quick=options.quick) for _ in range(PROCESSES)])
+            show(case, world, 3 if options.quick else 9)
 
 
 if __name__ == "__main__":
