@@ -29,7 +29,8 @@ def _templates(incomplete: str) -> list[str]:
 
 Job = Annotated[str, typer.Argument(metavar="JOB", autocompletion=_templates, help="A job file, or a template's name.")]
 Run = Annotated[
-    str, typer.Argument(metavar="RUN", autocompletion=_runs, help="Run directory, run id, or unique prefix of one.")
+    str,
+    typer.Argument(metavar="RUN", autocompletion=_runs, help="Run: its directory, its id, or a unique prefix of one."),
 ]
 RunOrSweep = Annotated[
     str,
@@ -42,7 +43,7 @@ Runs = Annotated[
     typer.Argument(
         metavar="[RUN]...",
         autocompletion=_runs,
-        help="Runs or sweeps: directory, id, or a unique prefix of one. Default: all.",
+        help="Runs or sweeps: their directories, ids, or unique prefixes. Default: all.",
     ),
 ]
 Settings = Annotated[

@@ -30,7 +30,7 @@ from cluster_ddp.train.deferred_dynamo import defer_dynamo
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.blocks import Block
-from cluster_ddp.train.own.loop import LeaveBlock
+from cluster_ddp.train.own.leaving import LeaveBlock
 from cluster_ddp.train.own.run import ScriptRun
 from cluster_ddp.train.precision import keep_order_of_sums
 from cluster_ddp.train.randomness import Use, derive, seed_everything

@@ -23,7 +23,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, join_run
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.loop import LeaveBlock
+from cluster_ddp.train.own.leaving import LeaveBlock
 
 STEPS = 8
 

@@ -1,4 +1,4 @@
-"""Makes the ranks leave an epoch together, and reports a rank that left alone."""
+"""Ends the block at a stop, makes the ranks leave an epoch together, and reports a rank that left alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from cluster_ddp.printing import say
 from cluster_ddp.train.distributed import World, host_group
 
 PATIENCE_SECONDS = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
+
+
+class LeaveBlock(BaseException):
+    """Raised inside the loop to end the block of `join_run`, so that code after the loop does not run."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop has to be in it"
+        )
 
 
 class Leaving:

@@ -16,7 +16,7 @@ from cluster_ddp.train.own.by_hand import UpdatesByHand
 from cluster_ddp.train.own.data.same_data import SameData
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.kept import KeptValues
-from cluster_ddp.train.own.leaving import Leaving
+from cluster_ddp.train.own.leaving import LeaveBlock, Leaving
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.rank_buffers import RankBuffers
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
@@ -30,15 +30,6 @@ _OTHER_LOOP = (
 )
 
 _PATIENCE = 500  # batches without an update
-
-
-class LeaveBlock(BaseException):
-    """Raised inside the loop to end the block of `join_run`, so that code after the loop does not run."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop has to be in it"
-        )
 
 
 class Save(Protocol):

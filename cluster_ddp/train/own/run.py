@@ -26,10 +26,12 @@ from cluster_ddp.train.own.data.batches import Batches, batches_of, same_on_all_
 from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
 from cluster_ddp.train.own.kept import Kept, KeptValues
+from cluster_ddp.train.own.leaving import LeaveBlock
 from cluster_ddp.train.own.loader import ResumableLoader
-from cluster_ddp.train.own.loop import LeaveBlock, Loop
+from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.own.passed_in import PassedIn
+from cluster_ddp.train.own.values import one_number
 from cluster_ddp.train.own.watch.changed_data import ChangedData
 from cluster_ddp.train.own.watch.first_steps import first_steps_of
 from cluster_ddp.train.own.watch.mode import TrainingMode
@@ -250,7 +252,7 @@ class ScriptRun:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line to metrics.jsonl; all ranks call it, with the same values: numbers, or tensors of one."""
         order = self._resumed()
-        values = {name: _number(name, value) for name, value in values.items()}
+        values = {name: one_number(name, value) for name, value in values.items()}
         self._session.saving.note_logged(values)
         self._report.log(step=step, samples=order.consumed(step), epoch=order.epoch(max(0, step - 1)), values=values)
 
@@ -390,17 +392,3 @@ class ScriptRun:
         if self._order is None:
             raise TrainError("the run has no loop yet: call resumable(), steps() or resume() first")
         return self._order
-
-
-def _number(name: str, value: Any) -> float:
-    """The number itself, or the one that a tensor or an array holds; an int remains one."""
-    number = value
-    with contextlib.suppress(ValueError, RuntimeError):  # it has several elements
-        number = value.item() if hasattr(value, "item") else value
-    if isinstance(number, (int, float)):
-        return number
-    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise TrainError(
-        f"run.log: the value of {name} is a {type(value).__name__}{shape}, and not one number: log its mean, or each "
-        "element under a name of its own"
-    )

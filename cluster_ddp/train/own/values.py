@@ -1,7 +1,8 @@
-"""Finds the tensors in a value, and detects changes from a few of their elements."""
+"""Finds the tensors in a value, detects changes from a few of their elements, and takes the one number it holds."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.errors import TrainError
 
 _SAMPLE = 64  # number of elements sampled per tensor
 
@@ -74,3 +76,23 @@ def fingerprint_of(value: Any) -> int:
     if isinstance(value, dict):
         value = list(value.values())
     return fingerprint([fingerprint_of(part) for part in value]) if isinstance(value, (list, tuple)) else 0
+
+
+def one_number(name: str, value: Any) -> float:
+    """A number that is logged, or the one that a tensor or an array holds; an int remains one.
+
+    Raises
+    ------
+    TrainError
+        It is something else, or holds several.
+    """
+    number = value
+    with contextlib.suppress(ValueError, RuntimeError):  # it has several elements
+        number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, (int, float)):
+        return number
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TrainError(
+        f"run.log: the value of {name} is a {type(value).__name__}{shape}, and not one number: log its mean, or each "
+        "element under a name of its own"
+    )

@@ -62,50 +62,9 @@ def first_steps_of(
     `loader` and `batches` are None if the loop samples its batches itself.
     """
 
-    def kept() -> Iterator[Tensor]:
-        loop.before_save()
-        yield from (*passed_in.tensors(), *loop.kept.tensors())
-
-    def seeded() -> list[Any]:
-        return [
-            *loop.generators,
-            *passed_in.generators(),
-            *OwnGenerators(loader),
-            *([] if batches is None else batches.generators),
-        ]
-
-    said: list[str] = []
-
-    def tell(message: str) -> None:
-        said.append(message)
-        warn(message)
-
     gradients = CarriedGradients(passed_in.stepping, warn)
-    draws_itself = loader is None
-    others = list(passed_in.others.values())
-    saved = Saved([*passed_in.optimizers, *others], loop.kept)
     first_batches = FirstSteps([loop.kept.watch()])
-    first_updates = FirstSteps(
-        [
-            *([watch_sources(loop.kept, tell)] if draws_itself else []),
-            watch_other_loaders(None if batches is None else batches.data, tell),
-            watch_overlooked(kept, seeded, tell, remedy),
-            watch_copies(passed_in, loop.kept, tell),
-            watch_outer_optimizers(passed_in, tell),
-            watch_queues(passed_in, loop.kept, tell),
-            watch_other_schedulers(passed_in.optimizers, others, tell),
-            watch_schedules(saved, tell),
-            watch_before_batches(passed_in, loop.kept, tell),
-            watch_carried(loop.kept, tell),
-            watch_counts(Saved(others, loop.kept), tell),
-            watch_rounds(lambda: loop.step, tell, others),
-            watch_elsewhere(saved, tell),
-            watch_handlers(lambda: loop.replaced_signals, tell),
-            watch_comm_hooks(passed_in.wrapped, tell),
-            watch_loss(saved, said, tell),
-            watch_remembered(Saved([passed_in.model, *saved.things], loop.kept), said, tell),
-        ]
-    )
+    first_updates = FirstSteps(_watches(loop, passed_in, warn, loader, batches, remedy))
 
     def end_step(updated: bool) -> None:
         first_batches.end_step()
@@ -114,3 +73,43 @@ def first_steps_of(
         gradients.end_step(updated=updated)
 
     return end_step
+
+
+def _watches(
+    loop: Loop, passed_in: PassedIn, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
+) -> list[Iterator[None]]:
+    said: list[str] = []
+
+    def tell(message: str) -> None:
+        said.append(message)
+        warn(message)
+
+    def kept() -> Iterator[Tensor]:
+        loop.before_save()
+        yield from (*passed_in.tensors(), *loop.kept.tensors())
+
+    def seeded() -> list[Any]:
+        of_batches = [] if batches is None else batches.generators
+        return [*loop.generators, *passed_in.generators(), *OwnGenerators(loader), *of_batches]
+
+    others = list(passed_in.others.values())
+    saved = Saved([*passed_in.optimizers, *others], loop.kept)
+    return [
+        *([watch_sources(loop.kept, tell)] if loader is None else []),
+        watch_other_loaders(None if batches is None else batches.data, tell),
+        watch_overlooked(kept, seeded, tell, remedy),
+        watch_copies(passed_in, loop.kept, tell),
+        watch_outer_optimizers(passed_in, tell),
+        watch_queues(passed_in, loop.kept, tell),
+        watch_other_schedulers(passed_in.optimizers, others, tell),
+        watch_schedules(saved, tell),
+        watch_before_batches(passed_in, loop.kept, tell),
+        watch_carried(loop.kept, tell),
+        watch_counts(Saved(others, loop.kept), tell),
+        watch_rounds(lambda: loop.step, tell, others),
+        watch_elsewhere(saved, tell),
+        watch_handlers(lambda: loop.replaced_signals, tell),
+        watch_comm_hooks(passed_in.wrapped, tell),
+        watch_loss(saved, said, tell),
+        watch_remembered(Saved([passed_in.model, *saved.things], loop.kept), said, tell),
+    ]
