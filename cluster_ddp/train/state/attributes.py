@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from cluster_ddp.train.state.comparing import Place, equal_bits, is_alike, is_nonzero, is_same, may_be_alike
 from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
-from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, TRAINED, Snapshot
+from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, Snapshot
 
-_NOTHING = object()
 _LISTS = (list, dict, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
 # Numbers with which NumPy computes in another precision than with those of Python.
-_OTHER_FLOATS = (np.float16, np.float32, np.longdouble)
+OTHER_FLOATS = (np.float16, np.float32, np.longdouble)
 
 
 class Attributes(Snapshot):
@@ -98,6 +97,15 @@ class Attributes(Snapshot):
         still = {name for name, (held, _) in self._gradients.items() if held() is not None}
         return {name: (tensors[name], self.holders[name]) for name in still if tensors[name].grad is not None}
 
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of this name, if it is still there."""
+        gradient: Tensor | None = self._gradients[name][0]()
+        return gradient
+
+    def first_alias(self, name: str) -> str | None:
+        """The name under which what this name refers to was found first; None if it was under this one."""
+        return self._aliases.get(name)
+
     def _is_bare(self, name: str) -> bool:
         return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules
 
@@ -118,101 +126,7 @@ class Attributes(Snapshot):
         are_known = all(first in self._known and "." in first for first in firsts)
         return bool(firsts) and are_known and all(name.endswith(LENGTH) for name in leaves)
 
-    def unsaved(
-        self,
-        changed: Iterable[str],
-        saved: Attributes,
-        fresh: Container[str] | None = None,
-        then: tuple[Attributes, Attributes] | None = None,
-        is_taken: Callable[[str, str, int | None], bool] = lambda *_: False,
-    ) -> list[str]:
-        """Which of the changed names are not saved, under any name.
-
-        Elements that have left a list are not named, because its length shows the change. A value may be in the state
-        by chance: one that many things have, such as True, counts only where the state has changed, too; that of a
-        single attribute, such as the last loss, counts in a list or dict, such as that of all losses, only where it
-        was before; and the length of a list whose elements another list has, too, only as that of a third.
-
-        Parameters
-        ----------
-        saved, fresh
-            What the state holds, and the names there of what has changed as well; None: all.
-        then
-            What these were compared with, and what the state held then.
-        is_taken
-            Whether what the state holds in a place belongs to other names than this one. The last argument is how many
-            places may have it; None: all with the same value.
-        """
-        lists = {name.removesuffix(LENGTH) for name in self.leaves if name.endswith(LENGTH)}
-        leaves = saved.leaves
-        changed_there = {key: leaf for key, leaf in leaves.items() if fresh is None or key in fresh}
-
-        def was_there(name: str, place: str) -> bool:
-            if then is None or name not in then[0].leaves or is_element(name):
-                return True
-            whole, held = place.partition(", ")[0], then[1].leaves
-            if not held.keys().isdisjoint((place, whole, whole + LENGTH)):
-                marks = then[0].mark(name), then[1].mark(place)
-                return not is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
-            *outer, _ = accumulate(place.split("."), "{}.{}".format)
-            return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
-
-        def follows(name: str, place: str, leaf: Any) -> bool:
-            """Whether a common value in the state was that of this name before, too; a flag may be a number there."""
-            are_flags = isinstance(leaf, bool) == isinstance(self.leaves.get(name), bool)
-            if not (are_flags or last_part(place) == last_part(name)):
-                return False
-            if (
-                then is None
-                or place not in then[1].leaves
-                or not is_common(before := then[0].leaves.get(name, _NOTHING))
-            ):
-                return True
-            there = then[1].leaves[place]
-            return is_common(there) and bool(before == there)
-
-        def is_as_precise(name: str, place: str) -> bool:
-            """Whether a number that has come to be one of another precision is one in the state, too."""
-            kind = self._kinds.get(name)
-            is_new = then is not None and name in then[0].leaves and then[0]._kinds.get(name) is not kind
-            return not (is_new and kind in _OTHER_FLOATS) or saved._kinds.get(place) is kind
-
-        def is_held(value: Any, name: str) -> bool:
-            if isinstance(value, enum.Enum):
-                return any(is_held(form, name) for form in _forms_of(value))
-            places: Iterator[str]
-            number: int | None
-            if not is_common(value):
-                found = (place for form in _forms_of(value) for place in saved.places_of(form))
-                places, number = (place for place in found if is_as_precise(name, place)), None
-            else:
-                alike = ((place, leaf) for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
-                following = [place for place, leaf in alike if follows(name, place, leaf)]
-                places, number = iter(following), len(following)
-            return any(was_there(name, place) and not is_taken(place, name, number) for place in places)
-
-        def is_saved(name: str) -> bool:
-            if name.endswith(LENGTH) and (sources := self._lists_of_parts.get(name.removesuffix(LENGTH))):
-                lengths = {place for place in changed_there if place.endswith(LENGTH)}
-                places = (place.removesuffix(LENGTH) for place in lengths if leaves[place] == self.leaves.get(name))
-                return any(last_part(place) not in sources for place in places)
-            if name.endswith(GRADIENT):
-                return is_held(self._gradients[name][0](), name)
-            if name.endswith(TRAINED):  # the state may say whether it is frozen
-                return any(isinstance(leaf, bool) for leaf in changed_there.values())
-            if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
-                key = self._aliases[name].rpartition(".")[2]
-                if name in saved.leaves or name in saved._aliases or self._is_as_often(self._aliases[name], saved):
-                    return True
-                return is_held(key, name) or (key.isdecimal() and is_held(int(key), name))
-            if (first := name if name in self.leaves else self.first_name(name)) is not None:
-                return is_held(self.leaves[first], name)
-            has_left = name not in self._kinds
-            return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
-
-        return [name for name in changed if not is_saved(name)]
-
-    def _is_as_often(self, first: str, saved: Attributes) -> bool:
+    def is_as_often(self, first: str, saved: Attributes) -> bool:
         """Whether the state has a tensor as often as it is held, such as each state of an episode and the next one."""
         if not isinstance(tensor := self._objects.get(first), Tensor):
             return False
@@ -248,7 +162,7 @@ class Attributes(Snapshot):
         """
         return any(
             (isinstance(form, (float, Tensor)) and not is_common(form)) or last_part(place) == last_part(name)
-            for form in _forms_of(self.leaves.get(name))
+            for form in forms_of(self.leaves.get(name))
             for place in saved.places_of(form)
             if place in before.leaves and not is_element(place)
         )
@@ -259,7 +173,7 @@ class Attributes(Snapshot):
         return next((self._owners[whole] for whole in reversed(outer[1:]) if whole in self._owners), None)
 
     @functools.cached_property
-    def _lists_of_parts(self) -> dict[str, set[str]]:
+    def lists_of_parts(self) -> dict[str, set[str]]:
         """The lists whose elements have other names, too, with the last names of what has these under them."""
         found: dict[str, set[str]] = {}
         for name, first in self._aliases.items():
@@ -270,7 +184,7 @@ class Attributes(Snapshot):
     def lists_alike(self, again: Attributes) -> set[str]:
         """Lists of shared objects that a resume gives the same length and the same members."""
         others = {name.rpartition(".")[0] for name in self._aliases.keys() - self.same_aliases(again)}
-        lists = self._lists_of_parts.keys() - others
+        lists = self.lists_of_parts.keys() - others
         return {name for name in lists if again.leaves.get(name + LENGTH) == self.leaves[name + LENGTH]}
 
     @functools.cached_property
@@ -312,7 +226,7 @@ class Attributes(Snapshot):
         if isinstance(leaf, Tensor) and type(loaded) is float:
             return isinstance(was.leaves.get(name), Tensor)
         kind = self._kinds.get(name)
-        if kind in _OTHER_FLOATS and again._kinds.get(name) is not kind:
+        if kind in OTHER_FLOATS and again._kinds.get(name) is not kind:
             return bool(was._kinds.get(name) is kind)
         are_numbers = type(leaf) is type(loaded) is float or (isinstance(leaf, Tensor) and isinstance(loaded, Tensor))
         return are_numbers and not self.has_alike(name, again)
@@ -351,7 +265,7 @@ class Attributes(Snapshot):
         if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
             return equal_bits(leaf, loaded)
         kinds = {self._kinds.get(name), again._kinds.get(name)}
-        return is_same(leaf, loaded) and (len(kinds) == 1 or kinds.isdisjoint(_OTHER_FLOATS))
+        return is_same(leaf, loaded) and (len(kinds) == 1 or kinds.isdisjoint(OTHER_FLOATS))
 
     def has_another_tensor(self, name: str, tensor: Any) -> bool:
         """Whether there is another tensor now in the place of one."""
@@ -378,7 +292,7 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _forms_of(value: Any) -> tuple[Any, ...]:
+def forms_of(value: Any) -> tuple[Any, ...]:
     """What the state may have for a value as it is."""
     if isinstance(value, enum.Enum):
         return value.name, value.value

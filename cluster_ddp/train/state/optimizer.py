@@ -25,6 +25,7 @@ from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import difference
 from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.held import NOT_STATE_OF_OPTIMIZERS, are_hooks, enclosing_methods
+from cluster_ddp.train.state.lookup import Lookup
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, Unpacker, contiguous_strides
 from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpacked
@@ -231,7 +232,7 @@ class OptimizerState:
         if was is None:
             return self._unread
         saved = Attributes(self.optimizer.state_dict() if self._own_methods else {})
-        names = self._seen.unsaved(was.changed(self._seen), saved)
+        names = Lookup(self._seen, saved).unsaved(was.changed(self._seen))
         kept = self._plain.changed()
         return {
             holder

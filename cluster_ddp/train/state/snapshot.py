@@ -56,6 +56,7 @@ _ROWS = 4096  # rows of a data frame that are compared
 LENGTH, TRAINED, GRADIENT = ", its length", ", whether it is trained", ", its gradient"  # ends of names
 GROUPS = ".param_groups."  # in the names of what groups of optimizers hold
 _GENERATOR = "a random generator"
+_NOTHING = object()
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 # From libraries, with a complete repr().
 _VALUES = (
@@ -171,100 +172,99 @@ class Snapshot:
 
     def _look_at(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
-            self.leaves[name] = value
-            self._versions[name] = 0 if value.is_inference() else value._version
-            if value.is_leaf and id(value) not in self._of_modules:
-                self._trained[name + TRAINED] = value.requires_grad
-            if value.is_leaf and value.grad is not None:
-                self._gradients[name + GRADIENT] = TensorWeakRef(value.grad), value.grad._version
-            self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
+            self._look_at_tensor(name, value, depth)
             return
         if isinstance(value, (*CONTAINERS, np.ndarray, numbers.Number)) and has_attributes(value):  # a derived class
             self._look_into(vars(value).items(), name, depth)
-        if isinstance(value, np.generic):
-            self.leaves[name] = value.item()  # which state_dict() may return
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            # A file that is mapped read-only may be larger than the memory.
-            is_file = not value.flags.writeable and (isinstance(value, np.memmap) or value.nbytes > _NUMBERS)
-            self.leaves[name] = repr(value) if is_file else fingerprint(value)
-        elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
-            is_seeded = self._seeded is None or value in self._seeded
-            self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)
-        elif isinstance(value, np.random.SeedSequence):
-            self.leaves[name] = repr(value.state)
-        elif isinstance(value, dict):
-            items = list(dict.items(value))
-            keys = range(len(items)) if are_hooks(value) else [self._key(key, n) for n, (key, _) in enumerate(items)]
-            parts = [part for _, part in items]
-            self.keys[name] = {type(key) for key, _ in items[:_WIDTH]}
-            self.limits[name] = value.default_factory if isinstance(value, collections.defaultdict) else None
-            if len(self.keys[name]) > 1 and any(str(key) in value for key, _ in items[:_WIDTH] if type(key) is not str):
-                self.doubled.append(name)
-            self._look_into(zip(keys, parts, strict=False), name, depth)
-            self._skim(name, items[_WIDTH:_FAR], parts[_WIDTH:_FAR], depth)
-        elif isinstance(value, (list, tuple, collections.deque, np.ndarray)):
-            objects = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
-            self.leaves[f"{name}{LENGTH}"] = length(objects)
-            self.limits[name] = value.maxlen if isinstance(value, collections.deque) else None
-            parts = list(islice(elements(objects), _FAR))
-            self._look_into(enumerate(parts), name, depth)
-            self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
+        if isinstance(value, dict):
+            self._look_at_dict(name, value, depth)
+        elif isinstance(value, (list, tuple, collections.deque)) or _holds_objects(value):
+            self._look_at_list(name, value, depth)
         elif isinstance(value, (set, frozenset)):
             parts = list(islice(elements(value), _FAR))
             self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(is_plain, parts)))
             self._look_into(enumerate(part for part in parts if not is_plain(part)), name, depth)
-        elif isinstance(value, ctypes._SimpleCData) and is_value(value.value):
-            self.leaves[name] = value.value  # which state_dict() may return
-        elif isinstance(value, _BYTES):
-            self.leaves[name] = bytes(value)
+        elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
+            is_seeded = self._seeded is None or value in self._seeded
+            self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
         elif isinstance(value, memoryview):
             self._look(name, value.obj, depth)
         elif is_iterator(value):
-            place = place_of(value)
-            is_variable = depth == 0 and not name.startswith(("task.", "model"))
-            # Whether one has moved whose place is unknown cannot be told: not if no step names the variable.
-            if not (isinstance(place, Place) and is_variable and not self._in_steps(name.rpartition(".")[2])):
-                self.leaves[name] = place
+            self._look_at_iterator(name, value, depth)
         elif isinstance(value, nn.Module):
-            self._of_modules.update(map(id, value.parameters()))
-            for prefix, module in value.named_modules():
-                self._seen.setdefault(id(module), f"{name}.{prefix}".removesuffix("."))
-            for prefix, module in value.named_modules():
-                held = {**of_module(module), **module._parameters, **module._buffers}
-                self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
+            self._look_at_module(name, value, depth)
         elif isinstance(value, Dataset):
-            # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
-            # late. Reading changes other things, such as a cache; what steps use may be a memory of theirs.
-            is_read = self._read is None or id(value) in self._read
-            may_be_set = not (is_read and isinstance(value, IterableDataset))
-            self._look_into(
-                [
-                    (key, part)
-                    for key, part in list(vars(value).items())
-                    if (may_be_set and is_small(part)) or (_is_memory(part) and (not is_read or self._in_steps(key)))
-                ],
-                name,
-                depth,
-            )
-        elif isinstance(value, (Event, threading.Event)):
-            self.leaves[name] = value.is_set()
-        elif isinstance(value, _VALUES):
-            self.leaves[name] = repr(value)
-        elif isinstance(value, (io.StringIO, io.BytesIO)):
-            self.leaves[name] = value.getvalue()
+            self._look_into(self._parts_of_data(value), name, depth)
+        elif (leaf := _as_one_value(value)) is not _NOTHING:
+            self.leaves[name] = leaf
         elif isinstance(value, io.TextIOBase):  # a binary one is often read at any place
             if value.readable() and value.seekable() and not value.writable():
                 self.leaves[name] = place_in_file(value)
-        elif callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
-            self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
         elif isinstance(value, SEEN_INTO) or not is_of_library(value):
             but = recomputed(value)
             inner = [(key, part) for key, part in inner_parts(value) if key not in but]
             inner += compiled_numbers(value)
             self._look_into(inner, name, depth)
             self._skim(name, inner[_WIDTH:], [part for _, part in inner[_WIDTH:]], depth)
+
+    def _look_at_tensor(self, name: str, tensor: Tensor, depth: int) -> None:
+        self.leaves[name] = tensor
+        self._versions[name] = 0 if tensor.is_inference() else tensor._version
+        if tensor.is_leaf and id(tensor) not in self._of_modules:
+            self._trained[name + TRAINED] = tensor.requires_grad
+        if tensor.is_leaf and tensor.grad is not None:
+            self._gradients[name + GRADIENT] = TensorWeakRef(tensor.grad), tensor.grad._version
+        self._look_into({**of_tensor(tensor), **hooks_of_tensor(tensor)}.items(), name, depth)
+
+    def _look_at_dict(self, name: str, value: dict[Any, Any], depth: int) -> None:
+        items = list(dict.items(value))
+        keys = range(len(items)) if are_hooks(value) else [self._key(key, n) for n, (key, _) in enumerate(items)]
+        parts = [part for _, part in items]
+        self.keys[name] = {type(key) for key, _ in items[:_WIDTH]}
+        self.limits[name] = value.default_factory if isinstance(value, collections.defaultdict) else None
+        if len(self.keys[name]) > 1 and any(str(key) in value for key, _ in items[:_WIDTH] if type(key) is not str):
+            self.doubled.append(name)
+        self._look_into(zip(keys, parts, strict=False), name, depth)
+        self._skim(name, items[_WIDTH:_FAR], parts[_WIDTH:_FAR], depth)
+
+    def _look_at_list(self, name: str, value: Any, depth: int) -> None:
+        objects = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
+        self.leaves[f"{name}{LENGTH}"] = length(objects)
+        self.limits[name] = value.maxlen if isinstance(value, collections.deque) else None
+        parts = list(islice(elements(objects), _FAR))
+        self._look_into(enumerate(parts), name, depth)
+        self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
+
+    def _look_at_iterator(self, name: str, iterator: Any, depth: int) -> None:
+        place = place_of(iterator)
+        is_variable = depth == 0 and not name.startswith(("task.", "model"))
+        # Whether one has moved whose place is unknown cannot be told: not if no step names the variable.
+        if not (isinstance(place, Place) and is_variable and not self._in_steps(name.rpartition(".")[2])):
+            self.leaves[name] = place
+
+    def _look_at_module(self, name: str, whole: nn.Module, depth: int) -> None:
+        self._of_modules.update(map(id, whole.parameters()))
+        for prefix, module in whole.named_modules():
+            self._seen.setdefault(id(module), f"{name}.{prefix}".removesuffix("."))
+        for prefix, module in whole.named_modules():
+            held = {**of_module(module), **module._parameters, **module._buffers}
+            self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
+
+    def _parts_of_data(self, data: Dataset[Any]) -> list[tuple[str, Any]]:
+        """What a step may set in a data set, such as a level of difficulty.
+
+        Nothing large, and no files that are opened late. Reading changes other things, such as a cache; what steps use
+        may be a memory of theirs.
+        """
+        is_read = self._read is None or id(data) in self._read
+        may_be_set = not (is_read and isinstance(data, IterableDataset))
+        return [
+            (key, part)
+            for key, part in list(vars(data).items())
+            if (may_be_set and is_small(part)) or (_is_memory(part) and (not is_read or self._in_steps(key)))
+        ]
 
     def _look_into(self, parts: Iterable[tuple[object, Any]], name: str, depth: int) -> None:
         for key, part in islice(parts, _WIDTH):
@@ -287,3 +287,32 @@ def _is_memory(part: Any) -> bool:
     """Whether a part of a data set may be what steps add to it: a container, numbers, or an object of the user's."""
     is_array = isinstance(part, np.ndarray) and part.nbytes <= _NUMBERS
     return is_array or isinstance(part, CONTAINERS) or is_of_user(type(part).__module__)
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.hasobject
+
+
+def _as_one_value(value: Any) -> Any:
+    """What tells a value without parts that are looked at, such as an array, from others."""
+    if isinstance(value, np.generic):
+        return value.item()  # which state_dict() may return
+    if isinstance(value, np.ndarray):
+        # A file that is mapped read-only may be larger than the memory.
+        is_file = not value.flags.writeable and (isinstance(value, np.memmap) or value.nbytes > _NUMBERS)
+        return repr(value) if is_file else fingerprint(value)
+    if isinstance(value, np.random.SeedSequence):
+        return repr(value.state)
+    if isinstance(value, ctypes._SimpleCData) and is_value(value.value):
+        return value.value  # which state_dict() may return
+    if isinstance(value, _BYTES):
+        return bytes(value)
+    if isinstance(value, (Event, threading.Event)):
+        return value.is_set()
+    if isinstance(value, _VALUES):
+        return repr(value)
+    if isinstance(value, (io.StringIO, io.BytesIO)):
+        return value.getvalue()
+    if callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
+        return fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
+    return _NOTHING

@@ -20,6 +20,7 @@ from cluster_ddp.train.data.made_from import Source, code_of_steps
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.coming_back import of_task
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.held import (
     are_hooks,
@@ -38,7 +39,7 @@ from cluster_ddp.train.state.places import names_in
 from cluster_ddp.train.state.stateful import Averages, Stateful, copied, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
-from cluster_ddp.train.state.watching import Watch, of_task
+from cluster_ddp.train.state.watching import Watch
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -154,7 +155,7 @@ class State:
         task_state = unpacker.unpack(scalars["task"], of_task.pop)
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
-            self._watch.note_before_loading()
+            self._watch.coming_back.note_before_loading()
             self._also.load_state_dict(task_state)
 
     @property
@@ -178,7 +179,7 @@ class State:
             other._load_extra_state(packed, extra, unpacker)
             other._load_task(packed, _with_prefix("task.", extra), unpacker)
             other.collect()
-        self._watch.before_loading = None
+        self._watch.coming_back.before_loading = None
 
     def check_groups(self) -> None:
         """Raise a `TaskError` if an optimizer's groups differ from what a resume would find; called in every step."""
@@ -218,7 +219,8 @@ class State:
 
     def around_loading(self, other: State) -> tuple[Attributes, Attributes]:
         """What the task of another state, which has loaded this one, held before and holds since."""
-        before, self._watch.before_loading = self._watch.before_loading, None  # it keeps all that the other holds
+        back = self._watch.coming_back
+        before, back.before_loading = back.before_loading, None  # it keeps all that the other holds
         if before is None or not isinstance(other._also, Task):
             return Attributes({}), Attributes({})
         return before, other._attributes()
@@ -347,13 +349,14 @@ class State:
             It does not restore that state.
         """
         if isinstance(also, Task) and other is not None:
-            self._watch.put_back_values(also)
-            self._watch.before_loading = other._attributes()
+            if self._watch.latest is not None:
+                self._watch.coming_back.put_back_values(also)
+            self._watch.coming_back.before_loading = other._attributes()
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))
         if isinstance(also, Task):
-            self._watch.note_first(also)
+            self._watch.coming_back.note_first(also)
         refuse_not_put_back(also, self._first_of_task)
 
     def _model_and_average(self) -> tuple[Tensors, dict[str, Any]]:
