@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster_ddp.cli.options import JsonList
-from cluster_ddp.cli.output import inform, show, show_json
+from cluster_ddp.cli.output import say_no_runs, show, show_json
 from cluster_ddp.cli.overview import Overview
 from cluster_ddp.cli.run_states import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.printing import one_line
@@ -24,7 +24,7 @@ def command(as_json: JsonList = False) -> None:
         rows = [{**_row(sweep.as_run()), "elements": sweep.to_json()} for sweep in sweeps]
         show_json([*map(_row, found), *rows])
     elif not found and not sweeps:
-        inform(f"there are no runs in {runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
+        say_no_runs(runs_dir)
     else:
         _show_runs(found)
         show(*sweep_lines(sweeps))

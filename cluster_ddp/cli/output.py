@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster_ddp.printing import printable, say
+from cluster_ddp.printing import one_line, printable, say
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
@@ -55,13 +57,30 @@ def report_submitted(run: RunDirectory, job_id: str | None) -> None:
     """Say what was submitted and what to do next."""
     from cluster_ddp.run.runs import name_for_commands  # most commands report nothing of this kind
 
-    name = name_for_commands(run)
+    inform(f"run {run.id}" + (f", Slurm job {job_id}" if job_id else ""))
+    say_what_next(name_for_commands(run), run.path)
+
+
+def say_what_next(name: str, directory: Path) -> None:
+    """Say what can be done with a run or a sweep that was submitted; `name` is how commands find it."""
     inform(
-        f"run {run.id}" + (f", Slurm job {job_id}" if job_id else ""),
-        f"  directory:  {run.path}",
+        f"  directory:  {one_line(str(directory))}",
         f"  watch:      cluster-ddp status {name} --watch",
         f"  end early:  cluster-ddp stop {name}   (for good: cancel)",
     )
+
+
+def say_no_runs(runs_dir: Path) -> None:
+    """Say that there is nothing to show."""
+    inform(f"there are no runs in {runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
+
+
+def show_dry_run(script: str, *facts: str) -> None:
+    """Print the script of a dry run alone on standard output, and everything else on standard error."""
+    # A file gets the script as it is; on a terminal, escape sequences in it are shown and not obeyed.
+    sys.stdout.write(printable(script) if sys.stdout.isatty() else script)
+    sys.stdout.flush()
+    inform("", "dry run: nothing was written or submitted", *facts)
 
 
 def print_json_line(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: RunState) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from cluster_ddp.cli.options import Runs
-from cluster_ddp.cli.output import inform, show, show_json
+from cluster_ddp.cli.output import say_no_runs, show, show_json
 from cluster_ddp.cli.run_states import show_metrics, sweep_lines
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.cli.selection import Selection, Snapshot
@@ -45,7 +45,7 @@ def command(
 
 def _print(snapshot: Snapshot, selection: Selection) -> None:
     if not snapshot.runs and not snapshot.sweeps:
-        inform(f"there are no runs in {selection.runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
+        say_no_runs(selection.runs_dir)
     show(*_lines(snapshot, selection))
 
 

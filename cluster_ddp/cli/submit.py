@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
-from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
-from cluster_ddp.printing import one_line, printable
+from cluster_ddp.cli.output import print_json_line, remark, report_submitted, show_dry_run
+from cluster_ddp.printing import one_line
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.via import QUEUED, SBATCH
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
@@ -86,19 +85,14 @@ def _jobs_of(run: str) -> tuple[str, ...]:
 
 
 def _show(loaded: LoadedJob, sending: Submission) -> None:
-    """Print a dry run: the script alone on standard output, everything else on standard error."""
     from cluster_ddp.network import resolve
     from cluster_ddp.run.runs import runs_dir_of
 
     spec = loaded.spec
-    # A file gets the script as it is; on a terminal, escape sequences in it are shown and not obeyed.
-    sys.stdout.write(printable(sending.batch_script) if sys.stdout.isatty() else sending.batch_script)
-    sys.stdout.flush()
     network = resolve(spec.network, os.environ)
-    inform(
-        "",
-        "dry run: nothing was written or submitted",
-        f"  run directory:  {runs_dir_of(spec)}/{spec.name}-<time>-<4 hex>",
+    show_dry_run(
+        sending.batch_script,
+        f"  run directory:  {runs_dir_of(spec)}/{spec.name}-<date>-<time>-<4 hex>",
         f"  ranks:          {spec.slurm.nodes} x {spec.procs_per_node} = {spec.world_size}",
         *_steps(spec),
         f"  network:        collectives time out after {network.timeout} s",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +10,8 @@ from typing import Annotated
 import typer
 
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
-from cluster_ddp.cli.output import inform, remark
+from cluster_ddp.cli.output import remark, show_dry_run
 from cluster_ddp.cli.sweep_start import run_here, submit
-from cluster_ddp.printing import printable
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.sbatch import SbatchSubmission
 from cluster_ddp.submit.sweep import SweepPlan, plan_sweep
@@ -85,17 +83,13 @@ def _plan_and_check(job: str, settings: Sequence[str], elements: Sequence[tuple[
 
 
 def _show(plan: SweepPlan, at_once: int | None) -> None:
-    """Print a dry run: the script alone on standard output, everything else on standard error."""
     from cluster_ddp.job.grid import labels
 
-    sys.stdout.write(printable(plan.script.text) if sys.stdout.isatty() else plan.script.text)
-    sys.stdout.flush()
     limit = f", {at_once} at once" if at_once is not None else ""
     names = [f"{number:04d}-{name}" for number, name in enumerate(labels(plan.elements))]
     width = max(map(len, names))
-    inform(
-        "",
-        "dry run: nothing was written or submitted",
+    show_dry_run(
+        plan.script.text,
         f"  sweep directory:  {plan.sweep.path}",
         f"  elements:         {len(names)}{limit}",
         *(f"    {name:<{width}}  {shlex.join(settings)}" for name, settings in zip(names, plan.elements, strict=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from cluster_ddp.cli.output import inform, print_json_line, remark
+from cluster_ddp.cli.output import inform, print_json_line, remark, say_what_next
 from cluster_ddp.cli.run_states import show_metrics
 from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
@@ -80,8 +80,4 @@ def _report(plan: SweepPlan, submitted: Submitted) -> None:
     if left:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(others.items()))
         inform(f"  not submitted again: {left} (states before this call: {counts})")
-    inform(
-        f"  directory:  {one_line(str(sweep.path))}",
-        f"  watch:      cluster-ddp status {sweep.id} --watch",
-        f"  end early:  cluster-ddp stop {sweep.id}   (for good: cancel)",
-    )
+    say_what_next(sweep.id, sweep.path)

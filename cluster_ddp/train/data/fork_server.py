@@ -9,7 +9,8 @@ from multiprocessing.context import BaseContext
 from cluster_ddp.launch.processes import existing_signals
 
 _IN_THE_SERVER = "cluster_ddp.train.data.in_fork_server"
-_ASK_TO_STOP = existing_signals("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+ASK_TO_STOP = existing_signals("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+"""What may be sent to all processes of a rank to ask it to stop, which workers and their server survive."""
 
 
 def protect_fork_server(context: BaseContext | None = None) -> None:
@@ -32,7 +33,7 @@ def protect_fork_server(context: BaseContext | None = None) -> None:
     if _IN_THE_SERVER not in wanted:
         forkserver.set_forkserver_preload([*wanted, _IN_THE_SERVER])
     # It inherits that they are blocked, until it has imported the module.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_STOP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     try:
         forkserver.ensure_running()
     finally:

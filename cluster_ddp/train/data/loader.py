@@ -26,10 +26,10 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.job.errors import Cause
-from cluster_ddp.launch.processes import existing_signals, survive
+from cluster_ddp.launch.processes import survive
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.data.fork_server import protect_fork_server
+from cluster_ddp.train.data.fork_server import ASK_TO_STOP, protect_fork_server
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
 
@@ -40,7 +40,6 @@ Pairs = Generator[tuple[K, Any], None, None]
 _END = object()
 _JOIN_SECONDS = 2.0
 _report_as_usual = getattr(queues.Queue, "_on_queue_feeder_error", None)
-_SURVIVED = existing_signals("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class Loader(Generic[K]):
@@ -239,7 +238,7 @@ def set_up_worker(worker: int) -> None:
     """
     gc.freeze()
     gc.enable()
-    survive(_SURVIVED)
+    survive(ASK_TO_STOP)
     queues.Queue._on_queue_feeder_error = send_instead  # type: ignore[attr-defined]
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():

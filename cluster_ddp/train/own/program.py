@@ -135,10 +135,15 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         if len(value) <= _WIDTH:
             yield from ((f"{name}[{number}]", part) for number, part in enumerate(list(value)))
-    elif not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] != _OURS:
+    elif not (isinstance(value, _CLOSED) or is_ours(value)):
         yield from ((f"{name}.{part}", held) for part, held in inner_parts(value))
 
 
 def _name_of(key: Any) -> str:
     """The name of a dict key; the repr of a tensor would be slow."""
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
+
+
+def is_ours(value: object) -> bool:
+    """Whether an object is of this package."""
+    return type(value).__module__.partition(".")[0] == _OURS

@@ -16,11 +16,10 @@ from torch import Tensor
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.order import samplers_in
-from cluster_ddp.train.own.program import living
+from cluster_ddp.train.own.program import is_ours, living
 from cluster_ddp.train.own.values import differing, fingerprint_of
 from cluster_ddp.train.own.watch.syntax import is_own_class, name_of, tree_of_object
 
-_OURS = __name__.partition(".")[0]
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)
 _ARRAYS = (Tensor, np.ndarray)
@@ -232,4 +231,4 @@ def _is_transform(value: Any) -> bool:
     """Whether this may be what a data set applies to its samples, such as an augmentation with a strength."""
     if inspect.isroutine(value) or isinstance(value, (type, torch_data.Dataset, Tensor)):
         return False
-    return callable(value) and type(value).__module__.partition(".")[0] != _OURS  # ours has a copy of the data set
+    return callable(value) and not is_ours(value)  # ours has a copy of the data set

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.program import is_ours
 from cluster_ddp.train.own.watch.paths import is_read_first, names_read
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.own.watch.syntax import (
@@ -43,7 +44,6 @@ from cluster_ddp.train.own.watch.syntax import (
 
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
 _WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
-_OURS = __name__.partition(".")[0]
 # As in vae = vae.to(device).
 _MOVES = {"to", "cuda", "cpu", "float", "half", "bfloat16", "double", "train", "eval", "requires_grad_"}
 _SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
@@ -118,8 +118,7 @@ def _is_unsaved(name: str, frame: FrameType, saved: Saved) -> bool:
         return not any(id(part) in known for part in found.modules())
     if isinstance(found, GeneratorType):  # one that runs passes on the batches of the loader
         return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
-    is_ours = type(found).__module__.partition(".")[0] == _OURS
-    return not (is_ours or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
+    return not (is_ours(found) or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
 
 
 def _uses_in(text: Text) -> _Uses:

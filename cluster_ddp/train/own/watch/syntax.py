@@ -25,7 +25,6 @@ _Found = TypeVar("_Found")
 _STANDARD = sysconfig.get_path("stdlib")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
-_OURS = __name__.partition(".")[0]
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))|(torch\.)?tensor\(-?[\d.e+-]+.*\)")
 _UPDATING = re.compile(r"clip_grad_(norm|value)_$|\.data\.\w+_$|(sch|plateau|lr)\w*\.step$", re.IGNORECASE)
 _RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
@@ -123,17 +122,12 @@ def is_of_library(file: str) -> bool:
 
 def is_own_class(kind: type) -> bool:
     """Whether a class is the program's, and not one of a library or of this package."""
-    return _is_own_module(kind.__module__)
+    return is_of_user(kind.__module__)
 
 
 def is_early_stopper(value: Any) -> bool:
     """Whether this is an object of the program's own class for early stopping, as most programs have one."""
     return "earlystop" in type(value).__name__.lower().replace("_", "") and is_own_class(type(value))
-
-
-@functools.cache  # programs hold many objects of few classes
-def _is_own_module(name: str) -> bool:
-    return name.partition(".")[0] != _OURS and is_of_user(name)
 
 
 def with_parents(scope: ast.AST) -> dict[ast.AST, ast.AST]:
