@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
-import re
+import ast
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import FrameType
 
 from cluster_ddp.train.own.kept import KeptValues
-from cluster_ddp.train.own.program import running_frames, running_variables, variables_of
+from cluster_ddp.train.own.program import running_variables, variables_of
 from cluster_ddp.train.own.values import differing, fingerprint_of, has_tensors
+from cluster_ddp.train.own.watch.paths import is_read_first, names_read
 from cluster_ddp.train.own.watch.saved import how_to_keep
+from cluster_ddp.train.own.watch.syntax import Text, assigned, below, in_running
 
-_ACCESS = re.compile("LOAD|STORE|DELETE")
 _ENVIRONMENTS = {"Env", "VectorEnv"}
-_ENDS = (
-    "JUMP_FORWARD",
-    "JUMP_ABSOLUTE",
-    "JUMP_BACKWARD",
-    "RETURN",
-    "RAISE",
-    "RERAISE",
-)  # instructions after which the next one does not run
 
 
 def watch_carried(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
@@ -52,14 +43,15 @@ def watch_carried(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[Non
 
 def _carried_now(kept: KeptValues) -> dict[str, int]:
     """Fingerprints of these variables, by name."""
-    found: dict[str, int] = {}
-    with contextlib.suppress(Exception):  # an interpreter with a different bytecode
-        for frame in running_frames():
-            there = variables_of(frame)
-            carried = {name: there.get(name) for name in _carried(frame.f_code, frame.f_lasti)}
-            strange = {name: value for name, value in carried.items() if not kept.keeps(value)}
-            found |= {name: fingerprint_of(value) for name, value in strange.items() if has_tensors(value)}
-    return found
+
+    def found(text: Text, frame: FrameType) -> Iterator[tuple[str, int]]:
+        there = variables_of(frame)
+        values = ((name, there.get(name)) for name in _carried(text, frame.f_lineno))
+        yield from (
+            (name, fingerprint_of(value)) for name, value in values if has_tensors(value) and not kept.keeps(value)
+        )
+
+    return dict(in_running(found))
 
 
 def _of_environments() -> str:
@@ -78,53 +70,12 @@ def _of_environments() -> str:
     )
 
 
-def _carried(code: CodeType, at: int) -> list[str]:
-    """The variables that the running for loop both reads before setting them in its body, and sets there."""
-    body = list(dis.get_instructions(code))
-    place = {instruction.offset: number for number, instruction in enumerate(body)}
-    head = place.get(at, -1)
-    if head < 0 or body[head].opname != "FOR_ITER":
+def _carried(text: Text, line: int) -> list[str]:
+    """The variables that the ``for`` loop which is taking its next item sets in its body, and reads there before."""
+    loop = text.loops[-1] if text.loops else None
+    if not isinstance(loop, ast.For) or line > (loop.iter.end_lineno or 0):
         return []
-    end = place[body[head].argval]
-    accesses = [list(_accesses(instruction)) for instruction in body]
-    stored = {name for of_one in accesses[head + 1 : end] for kind, name in of_one if kind == "STORE"}
-    return [name for name in sorted(stored) if _is_read_first(name, body, place, accesses, range(head + 1, end))]
-
-
-def _is_read_first(
-    name: str,
-    body: list[dis.Instruction],
-    place: dict[int, int],
-    accesses: list[list[tuple[str, str]]],
-    within: range,
-) -> bool:
-    """Whether there is a path through these instructions that reads the name before setting it."""
-    todo, seen = [within.start], set()
-    while todo:
-        number = todo.pop()
-        if number in seen or number not in within:
-            continue
-        seen.add(number)
-        first = next((kind for kind, accessed in accesses[number] if accessed == name), None)
-        if first == "LOAD":
-            return True
-        if first is not None:
-            continue
-        opname = body[number].opname
-        if "JUMP" in opname or opname == "SEND":
-            target = place[body[number].argval]
-            # An inner loop is left only after a pass through it, as that over the parts of a batch is.
-            todo.append(place[body[target].argval] if body[target].opname == "FOR_ITER" else target)
-        if not opname.startswith(_ENDS):
-            todo.append(number + 1)
-    return False
-
-
-def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
-    """What an instruction does with variables, in order: (LOAD, STORE or DELETE, name)."""
-    opname = instruction.opname
-    if not any(kind in opname for kind in ("_FAST", "_NAME", "_GLOBAL", "_DEREF")):
-        return
-    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    kinds = ["DELETE"] if opname.endswith("AND_CLEAR") else _ACCESS.findall(opname)
-    yield from zip(kinds, names, strict=False)
+    inside = list(below(loop, text.parents))
+    uses = names_read(node for node in inside if isinstance(node, ast.stmt))
+    stored = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return [name for name in sorted(stored - assigned(loop)) if is_read_first(loop.body, name, uses)]
