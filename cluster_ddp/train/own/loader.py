@@ -113,14 +113,7 @@ class ResumableLoader:
         if self._is_open and self._is_through and self._is_resumed:
             self._is_resumed = False
             return None
-        if not self._is_open or self._is_through:
-            raise TrainError(
-                "the resumable loader is iterated "
-                + ("twice in an epoch, as by `while True:` around it" if self._is_open else "outside of its epochs")
-                + ": write `for epoch in loader.epochs():` instead of `range(epochs)`, and in it, once, `for batch in "
-                "loader:`. For anything else, such as a single batch or statistics of the data, keep the DataLoader "
-                "that was given to resumable()"
-            )
+        self._expect_pass()
         self._restore()
         epoch, first = self._epoch, self._first
         length, accumulate = self._batches.length, self._geometry.accumulate
@@ -158,9 +151,20 @@ class ResumableLoader:
         if not first:
             return None
         return (  # the value of StopIteration, for code that calls next() once more
-            f"the batches of epoch {epoch} are through: of {length} there were {length - first} left at this resume. "
-            "Take them by `for batch in loader`, or by next(batches, None), and not len(loader) times"
+            f"the batches of epoch {epoch} are used up: of {length}, {length - first} were left at this resume. "
+            "Take them with `for batch in loader`, or with next(batches, None), and not len(loader) times"
         )
+
+    def _expect_pass(self) -> None:
+        """Raise a `TrainError` unless the batches of this epoch have not been taken yet."""
+        if not self._is_open or self._is_through:
+            raise TrainError(
+                "the resumable loader is iterated "
+                + ("twice in an epoch, as by `while True:` around it" if self._is_open else "outside of its epochs")
+                + ": write `for epoch in loader.epochs():` instead of `range(epochs)`, and in it, once, `for batch in "
+                "loader:`. For anything else, such as a single batch or statistics of the data, keep the DataLoader "
+                "that was given to resumable()"
+            )
 
     def _restore(self) -> None:
         for put_back in self._put_back:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import Dataset
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.values import addresses, has_tensors, tensors_in
-from cluster_ddp.train.own.watch.syntax import Text, assigned, in_running, is_saved, name_of, value_of
+from cluster_ddp.train.own.watch.syntax import Text, assigned, in_running, is_saved, name_of, value_or_none
 
 
 def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
@@ -63,18 +62,18 @@ class _Saved:
                 for names, value in _setting(statement):
                     parts = list(ast.walk(value))
                     if any(name_of(part) in computed or self._is_trained(part, frame) for part in parts):
-                        computed |= {name for name in names if not isinstance(_value(name, frame), ModuleType)}
+                        computed |= {name for name in names if not isinstance(value_or_none(name, frame), ModuleType)}
                         yield from (name for name in names if self._is_lost(name, frame, is_read=name in read))
 
     def _is_trained(self, node: ast.AST, frame: FrameType) -> bool:
-        found = _value(name_of(node) or "", frame)
+        found = value_or_none(name_of(node) or "", frame)
         return isinstance(found, nn.Module) and self._shares(found)
 
     def _is_lost(self, name: str, frame: FrameType, *, is_read: bool) -> bool:
         owner = name.rpartition(".")[0]
-        if isinstance(_value(owner or name, frame), Dataset):
+        if isinstance(value_or_none(owner or name, frame), Dataset):
             return True  # the batches are read from it
-        found = _value(name, frame)
+        found = value_or_none(name, frame)
         if not is_read or is_saved(name, frame, []) or self._kept.keeps(found):
             return False
         return (isinstance(found, nn.Module) or has_tensors(found)) and not self._shares(found)
@@ -83,12 +82,6 @@ class _Saved:
         """Whether this is, or has, a tensor that is saved."""
         tensors = (*found.parameters(), *found.buffers()) if isinstance(found, nn.Module) else tensors_in(found)
         return not self._held.isdisjoint(addresses(tensors))
-
-
-def _value(name: str, frame: FrameType) -> Any:
-    with contextlib.suppress(Exception):  # neither a variable nor an attribute, or not yet set
-        return value_of(name, frame)
-    return None
 
 
 def _setting(statement: ast.stmt) -> Iterator[tuple[set[str], ast.AST]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
 import re
@@ -39,6 +38,7 @@ from cluster_ddp.train.own.watch.syntax import (
     taken_from,
     tree_of_object,
     value_of,
+    value_or_none,
     with_parents,
 )
 
@@ -98,14 +98,14 @@ def _unsaved(saved: Saved) -> Iterator[tuple[str, Any]]:
         nonlocal inside
         uses = {**_uses_in(text), **_uses_of_calls(text, frame), **(inside(text, frame) if inside else {})}
         names = (name for name in _remembered(text, uses, frame) if _is_unsaved(name, frame, saved))
-        yield from ((name, _now(name, frame)) for name in names)
+        yield from ((name, value_or_none(name, frame)) for name in names)
         inside = functools.partial(_uses_by_call, called=frame.f_code, names=_all_names(uses))
 
     return in_running(found)
 
 
 def _is_unsaved(name: str, frame: FrameType, saved: Saved) -> bool:
-    found, owner = _now(name, frame), name.rpartition(".")[0]
+    found, owner = value_or_none(name, frame), name.rpartition(".")[0]
     holders = [found, value_of(owner, frame)] if owner else [found]
     modules = [thing for thing in saved.things if isinstance(thing, nn.Module)]
     known = {id(thing) for thing in saved.things}
@@ -150,7 +150,7 @@ def _uses_of_calls(text: Text, frame: FrameType) -> _Uses:
     """What the innermost running loop passes on to functions of the program that compute a loss from it."""
     uses: _Uses = {}
     for call in (node for loop in text.loops[-1:] for node in below(loop, text.parents) if isinstance(node, ast.Call)):
-        function = inspect.unwrap(getattr(found := _now(name_of(call.func) or "", frame), "__func__", found))
+        function = inspect.unwrap(getattr(found := value_or_none(name_of(call.func) or "", frame), "__func__", found))
         if inspect.isfunction(function) and not is_of_library(function.__code__.co_filename):
             for scope in tree_of_object(function).body:
                 inner = _all_names(_uses_in(Text(with_parents(scope), [scope])))  # type: ignore[list-item]
@@ -199,7 +199,7 @@ def _remembered(text: Text, uses: _Uses, frame: FrameType) -> Iterator[str]:
         inside = list(below(loop, text.parents))
         set_here = {name for node in inside for name in setting.get(node, ())}
         growing |= assigned(loop) | {name for node in inside if (name := counted(node)) is not None}
-        growing = {name for name in growing if type(_now(name, frame)) is int}
+        growing = {name for name in growing if type(value_or_none(name, frame)) is int}
         varying = {name for node in (*text.loops, *inside) for name in assigned(node)} | set_here
         certain = {node for node in inside if isinstance(node, ast.If) and _holds_on(node, growing, varying)}
         deleted = {name_of(part) for node in inside if isinstance(node, ast.Delete) for part in node.targets}
@@ -261,10 +261,3 @@ def _grows(compare: ast.Compare, growing: set[str]) -> bool:
     is_bound = isinstance(compare.ops[0], (ast.Gt, ast.GtE, ast.Lt, ast.LtE)) and len(compare.ops) == 1
     is_remainder = any(isinstance(part, ast.Mod) for part in ast.walk(compare))
     return not any(sides) or (is_bound and not is_remainder and not sides[1 - upper])
-
-
-def _now(name: str, frame: FrameType) -> Any:
-    """Its value; None if it is set only later."""
-    with contextlib.suppress(KeyError, AttributeError):
-        return value_of(name, frame)
-    return None

@@ -267,8 +267,16 @@ def name_of(node: ast.AST) -> str | None:
 
 
 def value_of(name: str, frame: FrameType) -> Any:
+    """What a running function has under the name of a variable or an attribute."""
     first, *inner = name.split(".")
     return functools.reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+
+
+def value_or_none(name: str, frame: FrameType) -> Any:
+    """The same; None if it is neither a variable nor an attribute, or set only later."""
+    with contextlib.suppress(Exception):
+        return value_of(name, frame)
+    return None
 
 
 def is_saved(name: str, frame: FrameType, passed_in: Iterable[Any]) -> bool:

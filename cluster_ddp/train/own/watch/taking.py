@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dis
+import ast
+import contextlib
 import gc
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -15,18 +16,19 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.optimizer import parameters_of
+from cluster_ddp.train.own.program import is_ours
 from cluster_ddp.train.own.watch.rounds import begins_at_place
+from cluster_ddp.train.own.watch.syntax import name_of, nodes_around, text_of, value_or_none
 
 _COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
 _TAKING = {GeneratorType, *_COUNTING}
 _BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may be between a loop and its loader
-_BEGINS = ("GET_ITER", "GET_YIELD_FROM_ITER")
 _DEPTH = 4
 _REMEDIES: dict[type, str] = {
     enumerate: "starts at 0 again when an epoch is resumed in the middle: if the number matters, use "
-    "loader.enumerate(), which counts from the place",
-    itertools.islice: "counts from where the run was resumed, which is then not exact: leave the epoch by the number "
-    "that loader.enumerate() gives",
+    "loader.enumerate(), which counts from the current position",
+    itertools.islice: "counts from where the run was resumed, which is not exact: leave the epoch by the number "
+    "from loader.enumerate()",
     itertools.cycle: "repeats batches that it holds, which no checkpoint contains, so no resume is exact: let the "
     "DataLoader's sampler repeat the samples within an epoch",
     zip: "combines it with something that starts over when an epoch is resumed in the middle, such as a range: use "
@@ -67,11 +69,11 @@ class Taking:
         """Call when the next batch is requested; only the first time, checks that the previous one was trained on."""
         if not self._is_asked and not self._is_trained():
             self._warn(
-                "the loop asks for its second batch before it has computed gradients of the first, as where a "
+                "the loop asks for its second batch before it has computed gradients of the first, as when a "
                 "prefetcher or a list stands between it and the loader: a save would count batches that are not yet "
-                "trained on, and a resume leave them out. Take each batch when it is trained on; workers, collate_fn "
-                "and pin_memory of the DataLoader read ahead exactly. (Where the loop has only left its first batch "
-                "out, nothing is wrong.)"
+                "trained on, and a resume would leave them out. Take each batch when it is trained on; workers, "
+                "collate_fn and pin_memory of the DataLoader read ahead exactly. (If the loop has only skipped its "
+                "first batch, nothing is wrong.)"
             )
         self._is_asked = True
 
@@ -80,8 +82,8 @@ class Taking:
         if not self._is_counting and not self._is_from_place:
             self._is_counting = True
             self._warn(
-                "the loop takes the batches of an epoch by their number, as by next(batches) so many times: when an "
-                "epoch is resumed in the middle fewer are left, and next() fails. Take them by `for batch in loader`"
+                "the loop takes a fixed number of batches in each epoch, as with next(batches): when an epoch is "
+                "resumed in the middle, fewer are left, and next() fails. Take them with `for batch in loader`"
             )
 
     def update(self, batches: Any) -> None:
@@ -136,9 +138,24 @@ def _is_endless(held: GeneratorType[Any, Any, Any], batches: Any) -> bool:
         return False
     if any(isinstance(part, GeneratorType) and part.__name__ == "epochs" for part in inner):
         return False
-    code = [(at.offset, at.opname, at.argval) for at in dis.get_instructions(held.gi_code)]
-    begun = max((at for at, name, _ in code if name in _BEGINS and at < held.gi_frame.f_lasti), default=None)
-    return begun is not None and any("JUMP" in name and to <= begun < at for at, name, to in code)
+    with contextlib.suppress(Exception):  # there is no source
+        return _is_in_loop(held.gi_frame, batches)
+    return False
+
+
+def _is_in_loop(frame: FrameType, batches: Any) -> bool:
+    """Whether there is a loop around that over the batches, or around ``yield from`` them, where a generator stands."""
+    text = text_of(frame)
+
+    def is_over(part: ast.expr) -> bool:
+        values = (value_or_none(name, frame) for node in ast.walk(part) if (name := name_of(node)) is not None)
+        return any(value is batches or is_ours(value) for value in values)
+
+    going: list[ast.AST] = [loop for loop in text.loops if isinstance(loop, ast.For) and is_over(loop.iter)]
+    delegating = (node for node in text.parents if isinstance(node, ast.YieldFrom) and is_over(node.value))
+    going += [node for node in delegating if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
+    around = (outer for node in going for outer in nodes_around(node, text.parents))
+    return any(isinstance(outer, (ast.For, ast.While)) for outer in around)
 
 
 def _leads_to(held: Any, wanted: Any, depth: int) -> bool:
