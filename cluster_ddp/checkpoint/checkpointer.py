@@ -325,8 +325,8 @@ class Checkpointer:
         if others := digest.other_copies(self._staging.copies()):
             self._is_spoilt = True
             raise CheckpointError(
-                f"{others[0]} was changed before the update, such as by loss(), while it was being copied; from now "
-                "on, saves copy everything before training continues"
+                f"{others[0]} was changed before the update, for example by loss(), while it was being copied; from "
+                "now on, saves copy everything before training continues"
             )
         return self._staging.shard()
 

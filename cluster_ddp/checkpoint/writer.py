@@ -202,7 +202,7 @@ class Writer:
                 raise SaveFailed({key: receipt[key] for key in ("file", "error", "rank", "host")})
             if receipt["plan"] != save.plan.signature:
                 file = receipt.get("file", MANIFEST)
-                raise SaveFailed({"file": file, "rank": rank, "error": "this rank holds other tensors than rank 0"})
+                raise SaveFailed({"file": file, "rank": rank, "error": "this rank holds different tensors from rank 0"})
             if "file" in receipt:
                 self._check_visible(save, rank, receipt)
         return Manifest(
@@ -283,5 +283,5 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        return "the limit of a file's size is reached (ulimit -f, or that of the file system)"
+        return "the limit on the size of a file was reached (ulimit -f, or that of the file system)"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)

@@ -39,11 +39,11 @@ from cluster_ddp.train.own.run import ScriptRun
 _COUNTS = ("ready", "started", "processed", "completed")
 _BATCHES, _EPOCHS = "epoch_loop.batch_progress", "epoch_progress"  # in the state of Lightning's loops
 
-_REMEDY = "Make it a part of the LightningModule, or let a callback give it by state_dict()"
+_REMEDY = "Make it a part of the LightningModule, or let a callback return it from state_dict()"
 _REFUSED = {
     StochasticWeightAveraging: "take WeightAveraging or EMAWeightAveraging",
     GradientAccumulationScheduler: "take accumulate_grad_batches=",
-    BaseFinetuning: "give the optimizer all parameters from the beginning, and unfreeze them by requires_grad",
+    BaseFinetuning: "give the optimizer all parameters from the beginning, and unfreeze them with requires_grad",
     ModelPruning: "prune after the training",
     LearningRateFinder: "find it by a program of its own",
     BatchSizeFinder: "find it by a program of its own",

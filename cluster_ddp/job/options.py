@@ -39,8 +39,8 @@ _OWN_KEYS = {
 }
 _RENDERED = {
     "array": "one run is one job; to vary settings use cluster-ddp sweep",
-    "clusters": "status and others query the cluster of this login node: submit from one of that cluster, or export "
-    "SLURM_CLUSTERS for all of them",
+    "clusters": "status and other commands query the cluster of this login node: submit from a login node of that "
+    "cluster, or export SLURM_CLUSTERS for all of them",
     "output": "the output goes to the run directory",
     "error": "the output goes to the run directory",
     "no-kill": "a job that loses a node has to end, so that Slurm starts it again",

@@ -150,14 +150,17 @@ def _said_once(setting: Setting, exported: Mapping[str, str]) -> str | None:
     if not value or value == setting.value:
         return None
     if setting.explicit:
-        return f"{setting.name}={value} is exported, but the job sets {setting.value} ({setting.why}), which counts."
-    return f"{setting.name}={value} is exported and counts, not {setting.value} ({setting.why})."
+        return f"{setting.name}={value} is exported, but the job's {setting.value} takes precedence ({setting.why})."
+    return f"{setting.name}={value} is exported and takes precedence over {setting.value} ({setting.why})."
 
 
 def _exported_timeout(value: str, timeout: int, set_by: str | None) -> tuple[int, str]:
     """The process-group timeout if NCCL_TIMEOUT is exported, and a remark on it."""
     if set_by is not None:
-        return timeout, f"NCCL_TIMEOUT={value} is exported, but {set_by} sets the timeout to {timeout} s, which counts."
+        return (
+            timeout,
+            f"NCCL_TIMEOUT={value} is exported, but {set_by} sets the timeout to {timeout} s, which takes precedence.",
+        )
     if not value.strip().isdigit() or int(value) == 0:
         return timeout, f"NCCL_TIMEOUT={value} is exported, but is not a number of seconds: the timeout is {timeout} s."
     return int(value), (

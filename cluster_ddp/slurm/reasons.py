@@ -77,7 +77,7 @@ def in_words(reason: str) -> str | None:
 
 def _limit(reason: str) -> str | None:
     if least := _LEAST.fullmatch(reason):
-        return f"does not start: the QOS wants a job to ask for more: {_what(least[1])}"
+        return f"does not start: the QOS requires a job to ask for more: {_what(least[1])}"
     if of_account := _OF_ACCOUNT.fullmatch(reason):
         reason = f"QOSMax{of_account[1]}PerAccount"
     match = _LIMIT.fullmatch(reason)

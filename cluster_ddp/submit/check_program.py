@@ -102,12 +102,12 @@ class ProgramCheck:
         if spec.launch.container is not None:
             return None
         if self._child is None:
-            remark([f"launch.python: {python} is not on this machine, so it was not checked whether the job can start"])
+            remark([f"launch.python: {python} is not on this machine, so whether the job can start was not checked"])
             return None
         try:
             said = _answer(self._child)
         except subprocess.TimeoutExpired:
-            remark([f"it was not checked whether the job can start: {python} has not imported it in {_SECONDS:.0f} s"])
+            remark([f"could not check whether the job can start: {python} had not imported it after {_SECONDS:.0f} s"])
             return None
         wrong = self._what_is_wrong(said)
         if wrong and not spec.launch.setup:

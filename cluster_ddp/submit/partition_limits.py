@@ -51,7 +51,7 @@ def _limits(slurm: SlurmSpec, partition: Partition) -> Iterator[Misfit]:
     if partition.max_nodes is not None and slurm.nodes > partition.max_nodes:
         yield "slurm.nodes", f"{slurm.nodes} is more than {where} allows: {partition.max_nodes}"
     if slurm.nodes < partition.min_nodes:
-        yield "slurm.nodes", f"{slurm.nodes} is less than {where} wants: {partition.min_nodes}"
+        yield "slurm.nodes", f"{slurm.nodes} is less than {where} requires: {partition.min_nodes}"
     if slurm.account is not None and partition.accounts and slurm.account not in partition.accounts:
         yield "slurm.account", f"{where} takes no jobs of {slurm.account}, only of {', '.join(partition.accounts)}"
     if slurm.account is not None and slurm.account in partition.denied_accounts:

@@ -97,7 +97,7 @@ class _Slurm:
         except SlurmRefused as error:
             if not any(sign in str(error) for sign in _MAY_CHANGE):
                 raise
-            self._remark([f"{error}\nWhere nodes are only down or drained at the moment the job waits for them"])
+            self._remark([f"{error}\nIf nodes are only down or drained at the moment, the job waits for them"])
         except SlurmError as error:
             self._remark([f"could not test the script with sbatch --test-only: {error}"])
 

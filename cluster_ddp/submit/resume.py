@@ -295,7 +295,7 @@ def _weights_remarks(job: RunJob, record: RunRecord, ranks: int) -> tuple[str, .
     for key in differing:
         change = f"{key} changes from {old.get(key)!r} to {new.get(key)!r}"
         if key == "train.scaler.initial":
-            remarks.append(f"{change}; only fp16 that begins now uses it: otherwise the saved scale continues.")
+            remarks.append(f"{change}; it takes effect only if fp16 begins now: otherwise the saved scale continues.")
         elif key in _LENGTH:
             if new[key] is not None and _goes_by_the_end(job.spec.train):
                 remarks.append(

@@ -29,9 +29,9 @@ _OTHERS_SECONDS = 10.0
 _OTHERS_GRACE = 20.0
 _LEFT_BEHIND_SECONDS = SAVE_SECONDS + 2.0  # for the ranks of a killed node program to save, or to be ended
 _ANSWERS = (
-    "saving a checkpoint, then ending (once more: at once)",
-    "saving at once (once more: without saving)",
-    "ending without saving",
+    "saving a checkpoint, then exiting (once more: save at once)",
+    "saving at once, then exiting (once more: exit without saving)",
+    "exiting without saving",
 )
 
 

@@ -106,7 +106,7 @@ class SweepHere:
             self._start(place, element)
         except (ClusterDDPError, OSError) as error:  # such as a full disk, which is no reason to end those that train
             self._closed = True
-            say(f"cluster-ddp: {element.name} cannot be started, and no element is started any more: {error}")
+            say(f"cluster-ddp: {element.name} cannot be started, and no further elements will be started: {error}")
 
     def _start(self, place: Place, element: Element) -> None:
         run = run_of_element(self.sweep, element, via=LOCAL, job=None)
@@ -163,7 +163,7 @@ def run_sweep(
     if rest:
         raise SubmitError(
             f"{len(devices)} GPUs ({','.join(devices)}) cannot be divided among {at_once} elements at once.\n"
-            "Give another --at-once, other --gpus, or --gpus none"
+            "Use a different --at-once, different --gpus, or --gpus none"
         )
     places = [Place(tuple(devices[number * share : (number + 1) * share])) for number in range(at_once)]
     record = prepare(plan, LOCAL, at_once)

@@ -36,5 +36,5 @@ class SecondLoopError(TrainError):
         super().__init__(
             "a run has one loop: resumable(), steps() or resume() was called before, in this block of join_run() or "
             "in an earlier one. Put a second training, such as fine-tuning, into a separate program and run; if an "
-            "epoch should use other samples, let a sampler with set_epoch(epoch) choose them"
+            "epoch should use different samples, let a sampler with set_epoch(epoch) choose them"
         )

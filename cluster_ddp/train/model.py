@@ -111,8 +111,8 @@ def _refuse_unsent(model: nn.Module, unsent: Mapping[torch.dtype, str]) -> None:
         for name, tensor in named:
             if tensor.dtype in unsent:
                 raise TaskError(
-                    f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, which "
-                    f"several ranks have to do with everything the model registers: keep it as {unsent[tensor.dtype]}"
+                    f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, as "
+                    f"several ranks must with everything that the model registers: keep it as {unsent[tensor.dtype]}"
                 )
 
 

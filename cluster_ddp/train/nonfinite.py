@@ -48,7 +48,7 @@ class NonFiniteCheck:
             f"step {step}: {in_a_row} updates in a row had a loss or gradients that are not finite; "
             f"at this step on: {where}\n"
             "    those updates were skipped, and the last checkpoint is intact: lower train.lr, set train.clip_norm, "
-            "check the data, or allow more by train.max_bad_steps"
+            "check the data, or raise train.max_bad_steps"
         )
 
 

@@ -87,9 +87,9 @@ def refuse_loader(data: object, method: str) -> None:
     """Raise a `DataError` if a task method returned a DataLoader instead of a data set."""
     if isinstance(data, DataLoader):
         raise DataError(
-            f"{method} returned a {type(data).__name__}; return its data set: the trainer makes the batches itself, by "
-            "train.batch_size, train.workers and collate() of the task. A data set can make the choices of a sampler, "
-            "such as by weights, in __getitem__"
+            f"{method} returned a {type(data).__name__}; return its data set: the trainer makes the batches itself, "
+            "from train.batch_size, train.workers and collate() of the task. A data set can make the choices of a "
+            "sampler, such as by weights, in __getitem__"
         )
 
 
@@ -329,7 +329,7 @@ def _short(text: str) -> str | int:
 def _shown(of_rank_0: str | int | None, other: str | int | None, rank: int) -> str:
     if isinstance(of_rank_0, str) and isinstance(other, str):
         return f" ({of_rank_0} on rank 0, {other} on rank {rank})"
-    return f" (other on rank {rank} than on rank 0)"
+    return f" (different on rank {rank} than on rank 0)"
 
 
 SHAPED_BY_A_BATCH = (

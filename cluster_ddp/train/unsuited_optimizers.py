@@ -13,7 +13,7 @@ _NO_GROUP = "process group has not been initialized"  # part of torch's message
 _NO_FUNCTION = "'NoneType' object is not callable"  # Python's message
 SECOND_DERIVATIVES = (
     "needs second derivatives, by loss.backward(create_graph=True): the trainer keeps no graph of the gradients; give "
-    "an optimizer that needs the gradients only, or train in a loop of your own by join_run(), which may keep it"
+    "an optimizer that needs the gradients only, or train in a loop of your own with join_run(), which may keep it"
 )
 
 
@@ -33,7 +33,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
         raise TaskError(
             f"optimizer() returned {kind.__name__} with differentiable=True, whose step() is to be differentiated "
             "itself and cannot change parameters in place, as the trainer has it do: omit differentiable, or "
-            "train in a loop of your own by join_run()"
+            "train in a loop of your own with join_run()"
         )
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
         raise TaskError(
@@ -93,7 +93,7 @@ def other_settings(optimizer: Optimizer, error: KeyError) -> str | None:
     kind = type(optimizer).__name__
     return (
         f"step() of {kind} needs {missing} of each parameter, which the checkpoint does not hold: {kind} was created "
-        "with other settings then, such as without amsgrad. Create it as it was, or start a new run"
+        "with different settings then, such as without amsgrad. Create it as it was, or start a new run"
     )
 
 

@@ -139,8 +139,8 @@ class Update:
         self._is_trained = not torch.equal(before, self._untrained)
         if not self._is_trained:
             raise TaskError(
-                "two steps have given no parameter of model() a gradient, so nothing is trained: compute the loss by "
-                "the model that loss() is given, or by the one that model() returned, not by another"
+                "two steps have given no parameter of model() a gradient, so nothing is trained: compute the loss with "
+                "the model that loss() is given, or with the one that model() returned, not with another"
             )
 
     def _step_plain(self) -> bool | Tensor:

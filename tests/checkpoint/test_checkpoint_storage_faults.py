@@ -75,7 +75,7 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [fields["error"] for fields in events.of("checkpoint-failed")] == [
-        "the limit of a file's size is reached (ulimit -f, or that of the file system)"
+        "the limit on the size of a file was reached (ulimit -f, or that of the file system)"
     ]
 
 

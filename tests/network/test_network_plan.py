@@ -142,7 +142,7 @@ def test_an_exported_nccl_timeout_is_translated_as_in_the_job_file() -> None:
     for section in ({"timeout": "10m"}, {"env": {"NCCL_TIMEOUT": "600"}}):
         explicit = resolve(NetworkSpec.model_validate(section), exported)
         assert explicit.timeout == 600
-        assert "600 s, which counts" in explicit.remarks[-1]
+        assert "600 s, which takes precedence" in explicit.remarks[-1]
     slip = resolve(NetworkSpec(), {"NCCL_TIMEOUT": "15m"})
     assert slip.timeout == 1800
     assert "NCCL_TIMEOUT=15m" in slip.remarks[0]

@@ -28,8 +28,8 @@ from cluster_ddp.slurm.reasons import in_words
         ("ReqNodeNotAvail, UnavailableNodes:n7", "nodes that it needs are down, drained or reserved"),
         ("ReservationDeleted", "does not start: its reservation is no longer there"),
         ("Licenses", "waits for a license"),
-        ("QOSMinGRES", "does not start: the QOS wants a job to ask for more: GPUs or other resources"),
-        ("QOSMinCpuNotSatisfied", "does not start: the QOS wants a job to ask for more: CPUs"),
+        ("QOSMinGRES", "does not start: the QOS requires a job to ask for more: GPUs or other resources"),
+        ("QOSMinCpuNotSatisfied", "does not start: the QOS requires a job to ask for more: CPUs"),
         ("MaxGRESPerAccount", "the QOS limits the GPUs or other resources of one account"),
     ],
 )

@@ -81,7 +81,7 @@ def test_elements_that_train_go_on_where_another_cannot_start(
     others = [Element("0001-a", ()), Element("0002-b", ())]
     SweepHere(SweepDirectory(tmp_path), [training, Place(())], None, None, ended.append, None, 0.0).run(others)
     assert len(ended) == 1
-    said = "0001-a cannot be started, and no element is started any more: [Errno 28] No space left on device"
+    said = "0001-a cannot be started, and no further elements will be started: [Errno 28] No space left on device"
     assert said in capsys.readouterr().err
 
 

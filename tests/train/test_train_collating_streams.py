@@ -86,7 +86,7 @@ class NumbersValues(Streaming):
     [(AddsAnyNoise, 0), (AddsAnyNoise, 1), (KeepsMean, 0), (KeepsMean, 1), (SavesMean, 1), (NumbersValues, 1)],
 )
 def test_a_collate_that_makes_another_batch_of_the_same_items_is_refused(task: type[Plain], workers: int) -> None:
-    with pytest.raises(DataError, match=r"collate\(\) makes another batch of the same items"):
+    with pytest.raises(DataError, match=r"collate\(\) makes a different batch from the same items"):
         train(task(), job(train={"steps": 2, "global_batch": 12, "workers": workers}))
 
 

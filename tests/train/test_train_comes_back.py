@@ -72,7 +72,7 @@ def refusal_of(task: Task, folder: Path) -> tuple[str, int]:
             6,
             True,
             6,
-            "after step 6 the state differs between the ranks: task.seen.mean (other on rank 1 than on rank 0)",
+            "after step 6 the state differs between the ranks: task.seen.mean (different on rank 1 than on rank 0)",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def script(place: Path, what: str) -> int | None:
         ("nothing", ""),
         ("lock", ""),
         ("also", "does not restore what its state_dict() returned before the first step: calls"),
-        ("optimizer", "optimizer.steps_made: other values come back"),
+        ("optimizer", "optimizer.steps_made: different values come back"),
         ("buffer", "model.mean"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_communication_hook_with_a_state_is_told(tmp_path: Path) -> None:
     run_ranks(hooked, 2, none.path, False)
     assert told(none) == []
     (message,) = told(kept)
-    assert message.startswith("DDP sums the gradients by a communication hook that keeps a state (PowerSGDState)")
+    assert message.startswith("DDP sums the gradients with a communication hook that keeps a state (PowerSGDState)")
 
 
 def prepared_for_one(place: Path, by_trainer: bool) -> None:

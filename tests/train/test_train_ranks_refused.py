@@ -140,10 +140,10 @@ def diverged(what: str, folder: Path) -> tuple[str, list[str]]:
     ("what", "expected"),
     [
         ("weights", "at step 6 ranks 1, 2 of 3 did not hold what rank 0 held: the average and the weights"),
-        ("frozen", "after step 6 the state differs between the ranks: model.teacher.weight (other on rank 1 than"),
+        ("frozen", "after step 6 the state differs between the ranks: model.teacher.weight (different on rank 1 than"),
         (
             "not in the optimizer",
-            "after step 6 the state differs between the ranks: model.teacher.weight (other on rank",
+            "after step 6 the state differs between the ranks: model.teacher.weight (different on rank",
         ),
     ],
 )

@@ -348,7 +348,7 @@ class HasClock(ZooTask):
 
 
 def test_a_clock_in_the_state_is_refused_as_such(tmp_path: Path) -> None:
-    assert "returns other values each time it is called: seconds" in str(judge(Case(), tmp_path, HasClock))
+    assert "returns different values each time it is called: seconds" in str(judge(Case(), tmp_path, HasClock))
 
 
 class HasArray(ZooTask):

@@ -65,7 +65,7 @@ def test_the_limit_of_a_window_and_the_default_of_a_dict_have_to_come_back(tmp_p
     refused = judge(Case(), tmp_path, LosesALimit).refused
     assert refused is not None
     assert "task.window.steps: a deque with maxlen=3 comes back as something else" in refused
-    assert "task.weights: a defaultdict comes back with another default" in refused and "task.lists" not in refused
+    assert "task.weights: a defaultdict comes back with a different default" in refused and "task.lists" not in refused
 
 
 NUMBERS = (number for number in itertools.count())

@@ -106,7 +106,10 @@ class ChangesLate(ZooTask):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("group", "holds other parameters, or in another order"), ("defaults", "changed weight_decay in the optimizer's")],
+    [
+        ("group", "holds different parameters, or in a different order"),
+        ("defaults", "changed weight_decay in the optimizer's"),
+    ],
 )
 def test_what_training_changes_late_of_groups_and_defaults_is_refused_in_that_step(
     what: str, message: str, tmp_path: Path

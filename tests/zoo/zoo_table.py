@@ -73,8 +73,8 @@ OF_STEPS = [
 # Each with a part of the message; all are refused before the third step is done.
 REFUSED = [
     (Case("a group added later"), "give it all parameters when it is created"),
-    (Case("a parameter moved to another group"), "holds other parameters, or in another order"),
-    (Case("a parameter taken out of its group"), "holds other parameters, or in another order"),
+    (Case("a parameter moved to another group"), "holds different parameters, or in a different order"),
+    (Case("a parameter taken out of its group"), "holds different parameters, or in a different order"),
     (Case("no learning rate"), "give it lr, and turn off its own schedule"),
     (Case("SGD momentum fused", "bf16 parameters"), "use fused=False"),
     (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),

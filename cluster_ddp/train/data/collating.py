@@ -48,9 +48,9 @@ def try_collate(collate: Callable[[list[Any]], Any], items: list[Any], seed: Cal
     put_back()
     if found is None or there not in (None, found):
         raise DataError(
-            "collate() makes another batch of the same items when it is called again, so no resume could be exact: it "
-            "draws from a generator that nothing seeds, counts its calls, or keeps something of earlier items, such as "
-            "a running mean, leftovers, or the numbers of words in order of appearance. Use the generators of torch, "
-            "random or NumPy, which are seeded, and let a batch depend only on its items. With train.workers: 0 "
-            "it may also depend on what state_dict() of the task returns, which is restored"
+            "collate() makes a different batch from the same items when it is called again, so no resume could be "
+            "exact: it draws from a generator that nothing seeds, counts its calls, or keeps something of earlier "
+            "items, such as a running mean, leftovers, or the numbers of words in order of appearance. Use the "
+            "generators of torch, random or NumPy, which are seeded, and let a batch depend only on its items. With "
+            "train.workers: 0 it may also depend on what state_dict() of the task returns, which is restored"
         )

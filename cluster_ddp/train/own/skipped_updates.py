@@ -56,5 +56,5 @@ class SkippedUpdates:
                 f"after step {step} the GradScaler has skipped {self._in_a_row} updates in a row, and its scale of "
                 f"{min(self._scales):.3g} is too low to be the cause: the loss or the gradients are not finite\n"
                 "    the last checkpoint is intact: lower the learning rate, clip the gradients, check the data, or "
-                "allow more by train.max_bad_steps"
+                "raise train.max_bad_steps"
             )

@@ -79,7 +79,7 @@ def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) ->
             return "does not come back" if name in mine else "comes back though it was not there"
     elif isinstance(was, Tensor) and isinstance(now, Tensor):
         if not equal_bits(was, now):
-            return "other values come back"
+            return "different values come back"
     elif not is_same(was, now) and not (is_device(was) and is_device(now)):  # the comparison is made on the CPU
         return f"{_short(was)} now, {_short(now)} after a resume"
     return None

@@ -33,7 +33,7 @@ class FirstGroups:
             now = groups[number]["params"]
             if len(now) != len(first) or not all(map(operator.is_, now, first)):
                 raise TaskError(
-                    f"group {number} of the optimizer holds other parameters, or in another order, than "
+                    f"group {number} of the optimizer holds different parameters, or in a different order, than "
                     "before the first step, which a resume could not repeat: let each stay where it was put when the "
                     "optimizer was made. One that is not to be trained any more gets requires_grad=False; settings, "
                     "such as weight_decay, may change for a group"

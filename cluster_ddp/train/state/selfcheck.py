@@ -34,7 +34,7 @@ _REMEDIES = {
     "final shape, and change them in place (copy_, add_); state_dict() of a module must return the tensors "
     "themselves. " + SHAPED_BY_A_BATCH,
     "names": "all parameters must be in their places under their names before the optimizer is made: in your own loop "
-    "also before run.resumable() or run.steps(). To prune in training, put masks there by prune.identity(layer, "
+    "also before run.resumable() or run.steps(). To prune in training, put masks there with prune.identity(layer, "
     "'weight'), and set them later by layer.weight_mask.copy_(mask)",
     "ema": "what is averaged must be in the model from the start",
     "optimizer": "keep it in state[parameter] or in the groups, or return and restore it in the optimizer's own "
@@ -140,7 +140,7 @@ def lost_between_ranks(state: State, scalars: Mapping[str, Any], extra: Mapping[
     if not (differing := _not_taken_back(state, scalars, extra)):
         return None
     return (
-        "the checkpoint was saved on another number of ranks, and its state of the task does not come back on this "
+        "the checkpoint was saved on a different number of ranks, and its state of the task does not come back on this "
         f"one: {listed(differing, between='; ')}. What ranks have of their own is lost, or given to several: let "
         "load_state_dict() divide it among the present ranks, or return what is the same on all of them"
     )
@@ -150,7 +150,7 @@ def _not_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[str
     """Keys that only one of the two has come from changes of the code, and are ignored."""
     tensors, now = state.collect()
     differing = [
-        f"{name.removeprefix(EXTRA)}: other values come back"
+        f"{name.removeprefix(EXTRA)}: different values come back"
         for name in sorted(extra.keys() & tensors.keys())
         if name.startswith(("task.", EXTRA)) and not equal_bits(extra[name], tensors[name])
     ]
@@ -191,7 +191,7 @@ def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]
         elif was.stride() != now.stride():
             yield f"{name}: strides {list(was.stride())} come back as {list(now.stride())}"
         elif not equal_bits(was, now):
-            yield f"{name}: other values come back"
+            yield f"{name}: different values come back"
 
 
 def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
@@ -214,7 +214,7 @@ def _limits_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> It
         if callable(was) and callable(now) and kind_of(was) != kind_of(now):
             made, made_again = Attributes({name: was()}), Attributes({name: now()})
             if made.changed(made_again) or any(_limits_that_differ(made.limits, made_again.limits)):
-                yield f"{name}: a defaultdict comes back with another default; load into one with the same"
+                yield f"{name}: a defaultdict comes back with a different default; load into one with the same"
 
 
 def _gradients_that_would_be_lost(before: Attributes, after: Attributes) -> Iterator[str]:

@@ -51,7 +51,7 @@ def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
         again = _as_texts(also.state_dict())
         if clocks := [key for key in lost if again.get(key) != taken.get(key)]:
             raise TaskError(
-                f"state_dict() of the task returns other values each time it is called: {', '.join(clocks)}\n"
+                f"state_dict() of the task returns different values each time it is called: {', '.join(clocks)}\n"
                 "    leave out what changes by itself, such as the time of day, or note it in loss(): "
                 "self.seconds = self.seconds_before + time.time() - self.start"
             )

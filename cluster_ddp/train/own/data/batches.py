@@ -81,7 +81,7 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
             raise TrainError(
                 f"resumable() takes a torch.utils.data.DataLoader, and a {kind} wraps one: pass in its .{name}, and "
                 f"wrap what is returned, as in `for batch in {kind}(loader):`. If it takes a batch before the one "
-                "before is trained on, no resume is exact: turn that off, in timm by create_loader(use_prefetcher="
+                "before is trained on, no resume is exact: turn that off, in timm with create_loader(use_prefetcher="
                 "False)"
             )
         raise TrainError(f"resumable() takes a torch.utils.data.DataLoader, not a {kind}: make one of the data set")
@@ -104,8 +104,8 @@ def same_on_all_ranks(found: Batches) -> tuple[int | None, int | None, Deal | No
     if len(set(lengths)) > 1:
         raise TrainError(
             f"the DataLoaders of the ranks give {', '.join(map(str, lengths))} batches in an epoch, by rank: the ranks "
-            "sum gradients in each batch, and would wait for each other forever. Divide one data set by a "
-            "DistributedSampler, or say by batches= how many each takes, at most the fewest"
+            "sum gradients in each batch, and would wait for each other forever. Divide one data set with a "
+            "DistributedSampler, or set batches= to how many each takes, at most the fewest"
         )
     return (found.batch, found.samples, found.deal) if len(set(all_ranks)) == 1 else (None, None, None)
 

@@ -63,7 +63,7 @@ class Order:
             raise DataError(
                 f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, and had "
                 f"{self._own_length} at first: all epochs must have the same length, by which a resume finds its "
-                "epoch. Let the sampler give as many in each, or say by batches= how many are taken of each"
+                "epoch. Let the sampler give as many in each, or set batches= to how many are taken of each"
             )
         if self._is_known:
             return self._begun()

@@ -51,8 +51,8 @@ class OtherOptimizers:
             return
         if any(id(weight) in self._weights for weight in parameters_of(optimizer)):
             raise TrainError(
-                f"a {type(optimizer).__name__} that was not passed in has trained weights that are: its state would "
-                "be in no checkpoint. Make all optimizers once, before resumable() or steps(), and hand them over "
+                f"a {type(optimizer).__name__} that was not passed in has trained weights that were: no checkpoint "
+                "would contain its state. Create all optimizers once, before resumable() or steps(), and pass them in "
                 "(optimizer=...); to change the learning rate, set it in the groups"
             )
 
