@@ -235,6 +235,7 @@ def _carried_in(text: Text) -> Iterator[str]:
     assigning = {node: names for node in parents if (names := assigned(node))}
     for loop in text.loops:
         inside = {node: names for node, names in assigning.items() if loop in nodes_around(node, parents)}
+        reading = names_read(node for node in below(loop, parents) if isinstance(node, ast.stmt))
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
             decays = any(is_decay(node) for node, names in inside.items() if name in names)
@@ -246,7 +247,7 @@ def _carried_in(text: Text) -> Iterator[str]:
                 continue  # in a dict that is made in each pass
             if is_gradient(name) or any(is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
-            if is_read_first(loop.body, name):
+            if is_read_first(loop.body, name, reading):
                 uses = (node for node in below(outer, parents) if is_read(node, name))
                 if any(
                     is_rate(node, parents)

@@ -11,15 +11,13 @@ _Uses = Mapping[ast.AST, set[str]]
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 
 
-def is_read_first(
-    body: Sequence[ast.stmt], name: str, uses: _Uses | None = None, certain: Container[ast.AST] = ()
-) -> bool | None:
+def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Container[ast.AST] = ()) -> bool | None:
     """Whether some path through these statements reads `name` before setting it; None if every path sets it first.
 
     Parameters
     ----------
     uses
-        The statements in which reading counts, and the names that each of them reads; without it, all of them.
+        The statements in which reading counts, and the names that each of them reads.
     certain
         Statements ``if ...:`` that are taken to set what one of their branches sets.
     """
@@ -27,7 +25,7 @@ def is_read_first(
         if isinstance(statement, SCOPES):
             continue
         own = own_parts(statement)
-        if any(_reads(part, name) for part in own) if uses is None else name in uses.get(statement, ()):
+        if name in uses.get(statement, ()):
             return True
         if any(name in _stored(part) for part in own):
             return None
@@ -76,10 +74,6 @@ def _read_by(node: ast.AST) -> set[str]:
         return assigned(node)
     name = name_of(node)
     return set() if name is None or not is_read(node, name) else {name}
-
-
-def _reads(part: ast.AST, name: str) -> bool:
-    return any(name in _read_by(node) for node in ast.walk(part))
 
 
 def _stored(part: ast.AST) -> set[str]:
