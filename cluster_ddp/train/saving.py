@@ -112,7 +112,7 @@ class Saving:
         if seconds is not None and (self._seconds is None or seconds < self._seconds):
             self._seconds = seconds
             print(
-                "cluster-ddp: the last save of an attempt before this one was cut short: saving every "
+                "cluster_ddp: the last save of an attempt before this one was cut short: saving every "
                 f"{seconds:.0f} s until checkpoint: is set accordingly"
             )
 

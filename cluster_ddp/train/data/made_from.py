@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.kinds import is_plain
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user
 from cluster_ddp.words import listed
@@ -343,7 +344,7 @@ def _mark_of(value: Any) -> int | None:
     if _is_frame(value):
         return fingerprint(value[:: len(value) // _SAMPLE + 1].to_numpy())
     if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
-        plain = filter(_is_plain, _some(value, _FAR))
+        plain = filter(is_plain, _some(value, _FAR))
         return hash((length(value), frozenset(plain) if isinstance(value, (set, frozenset)) else tuple(plain)))
     return None
 
@@ -370,7 +371,3 @@ def _memory(value: Any) -> int:
 def _some(container: Any, most: int) -> Iterator[Any]:
     """At most so many of its elements, at equal distances."""
     return itertools.islice(elements(container), 0, None, -(-length(container) // most) or 1)
-
-
-def _is_plain(part: Any) -> bool:
-    return all(map(_is_plain, part)) if type(part) is tuple else type(part) in _PLAIN

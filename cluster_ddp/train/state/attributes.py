@@ -40,28 +40,37 @@ class Attributes(Snapshot):
         # What was found under another name before, because that has come to refer to something else since.
         same |= {name for name in now.leaves.keys() - both if self._has_same(name, now)}
         same |= {name for name in self.leaves.keys() - both if now._has_same(name, self)}
+        filled = {  # what was None, or another value, and holds something now, which has names of its own
+            name
+            for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
+            if is_value(self.leaves[name]) and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
+        }
+        found = (self.leaves.keys() | now.leaves.keys()) - same - filled
+        return sorted(found | self._replaced(now) | self._left_gradients(now))
+
+    def _replaced(self, now: Attributes) -> set[str]:
+        """What is of another kind now, refers to something else, or has been frozen or unfrozen."""
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
         replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
         replaced |= now._refers_newly(self) | self._refers_newly(now)
-        replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
+        return replaced | {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
+
+    def _left_gradients(self, now: Attributes) -> set[str]:
+        """Gradients that have been added to, of what an optimizer holds, or that are there, of what none does."""
         in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
+        left = set[str]()
         for name in self._gradients.keys() & now._gradients.keys():
             (before, version_before), (found, version) = self._gradients[name], now._gradients[name]
             gradient = found()
             if gradient is None:
                 continue
             if name.removesuffix(GRADIENT) in in_optimizers or GROUPS in name:
-                if before() is gradient and version_before != version:  # it has been added to
-                    replaced.add(name)
+                if before() is gradient and version_before != version:
+                    left.add(name)
             elif now._is_bare(name) and is_nonzero(gradient):  # who gave it none to step it reads its gradient
-                replaced.add(name)
-        filled = {  # what was None, or another value, and holds something now, which has names of its own
-            name
-            for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
-            if is_value(self.leaves[name]) and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
-        }
-        return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
+                left.add(name)
+        return left
 
     def _is_made_again(self, name: str, leaf: Any) -> bool:
         """Whether a tensor was replaced by an equal one, such as a mask made in each step, or moved to a device."""
