@@ -226,6 +226,7 @@ def batches(end_step: Callable[[], None]) -> Iterator[Tensor]:
 def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> None:
     messages: list[str] = []
     state, old, seen, pairs = np.zeros(4), torch.ones(2), 0, (torch.zeros(2), 1)
+    shown = old
     mask: Tensor | None = None
     for batch in batches(FirstSteps([watch_carried(KeptValues(), messages.append)]).end_step):
         if mask is None:
@@ -237,11 +238,21 @@ def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> N
             state = state * 0.5 + float(output.sum())
         finally:
             seen += 1
+        try:
+            shown = output * seen
+        except ValueError:
+            raise ValueError(f"after {shown}") from None
         while len(pairs) > 2:
             break
         for part in range(2):
             micro = batch * part  # as in accumulation within a step
-        pairs = (pairs[0] + output + 0 * micro, seen)
+        match seen:
+            case 1:
+                kind = batch * 2
+            case _:
+                kind = batch * 3
+                kind = kind + 1
+        pairs = (pairs[0] + output + 0 * micro + 0 * kind, seen)
     (message,) = messages
     assert "in pairs, state, which" in message
     assert old.shape == (2,)

@@ -11,7 +11,7 @@ from cluster_ddp.train.own.program import running_variables, variables_of
 from cluster_ddp.train.own.values import differing, fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.paths import is_read_first, names_read
 from cluster_ddp.train.own.watch.saved import how_to_keep
-from cluster_ddp.train.own.watch.syntax import Text, assigned, below, in_running
+from cluster_ddp.train.own.watch.syntax import Text, assigned, below, in_running, nodes_around
 
 _ENVIRONMENTS = {"Env", "VectorEnv"}
 
@@ -76,6 +76,11 @@ def _carried(text: Text, line: int) -> list[str]:
     if not isinstance(loop, ast.For) or line > (loop.iter.end_lineno or 0):
         return []
     inside = list(below(loop, text.parents))
-    uses = names_read(node for node in inside if isinstance(node, ast.stmt))
+    statements = (node for node in inside if isinstance(node, ast.stmt))
+    uses = names_read(node for node in statements if not _handles_error(node, text))  # which is rare
     stored = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return [name for name in sorted(stored - assigned(loop)) if is_read_first(loop.body, name, uses)]
+
+
+def _handles_error(node: ast.stmt, text: Text) -> bool:
+    return any(isinstance(around, ast.ExceptHandler) for around in nodes_around(node, text.parents))

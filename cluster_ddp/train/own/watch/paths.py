@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from cluster_ddp.train.own.watch.syntax import SCOPES, added_to, assigned, is_read, name_of
 
 _Uses = Mapping[ast.AST, set[str]]
+_BRANCHES = (ast.ExceptHandler, ast.match_case)
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 
 
@@ -30,7 +31,7 @@ def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Con
         if any(name in _stored(part) for part in own):
             return None
         blocks = [block for part in ("body", "orelse", "finalbody") if (block := getattr(statement, part, []))]
-        blocks += [part.body for part in ast.iter_child_nodes(statement) if isinstance(part, ast.ExceptHandler)]
+        blocks += [part.body for part in ast.iter_child_nodes(statement) if isinstance(part, _BRANCHES)]
         ways = [is_read_first(block, name, uses, certain) for block in blocks]
         if True in ways:
             return True
@@ -40,7 +41,7 @@ def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Con
         elif isinstance(statement, (ast.With, ast.For, ast.While, ast.Try)):
             if None in ways[:1]:
                 return None
-        elif isinstance(statement, ast.If) and statement.orelse:
+        elif isinstance(statement, ast.Match) or (isinstance(statement, ast.If) and statement.orelse):
             is_over = [way is None or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True)]
             if None in ways and all(is_over):
                 return None
@@ -50,7 +51,7 @@ def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Con
 def own_parts(statement: ast.AST) -> list[ast.AST]:
     """What a statement itself computes: the test of an ``if``, what a ``for`` goes over, else all of it."""
     parts = list(ast.iter_child_nodes(statement))
-    inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
+    inner = [part for part in parts if isinstance(part, (ast.stmt, *_BRANCHES))]
     return [part for part in parts if part not in inner] if inner else [statement]
 
 
