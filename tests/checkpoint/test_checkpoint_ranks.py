@@ -120,7 +120,7 @@ def test_ranks_that_do_not_belong_together(two: Ran) -> None:
     seen = [found["unlike"] for found in two[1]]
     assert all(found["durable"] == [False, False] for found in seen)
     first, second = of(seen[0]["events"], "checkpoint-failed")
-    assert first["rank"] == 1 and "other tensors than rank 0" in first["error"]
+    assert first["rank"] == 1 and "different tensors from rank 0" in first["error"]
     assert second["rank"] == 1 and "is the run directory on shared storage?" in second["error"]
 
 

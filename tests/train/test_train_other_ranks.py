@@ -1,4 +1,4 @@
-"""A resume on another number of ranks loses nothing without a word."""
+"""A resume on a different number of ranks loses nothing without a word."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_what_ranks_that_are_no_longer_there_have_kept_is_reported_as_lost(
     run_ranks(stop_after_two_steps, 2, run.path)
     capfd.readouterr()
     train(KeepsByRank(), job(**SECTIONS), run, 1)
-    [said] = [line for line in capfd.readouterr().err.splitlines() if "on another number of ranks" in line]
+    [said] = [line for line in capfd.readouterr().err.splitlines() if "on a different number of ranks" in line]
     assert "task.means: " in said and "task.steps" not in said

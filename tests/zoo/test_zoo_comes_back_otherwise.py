@@ -193,7 +193,7 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("what", ["number", "tensor", "model"])
 def test_what_changes_late_and_is_not_taken_back_is_refused_at_the_resume(what: str, tmp_path: Path) -> None:
     verdict = judge(Case(train={"ema_decay": None}), tmp_path, partial(Forgets, what))
-    name = {"number": "task.number: 2.0 comes back as 1.0", "tensor": "task.tensor: other", "model": "extra_state.1."}
+    name = {"number": "task.number: 2.0 comes back", "tensor": "task.tensor: different", "model": "extra_state.1."}
     assert name[what] in (verdict.refused or "") and verdict.refused_at is None, verdict
     assert "load_state_dict() of the task has to restore" in (verdict.refused or "")
 

@@ -45,13 +45,23 @@ def _carried_now(kept: KeptValues) -> dict[str, int]:
     """Fingerprints of these variables, by name."""
 
     def found(text: Text, frame: FrameType) -> Iterator[tuple[str, int]]:
-        there = variables_of(frame)
-        values = ((name, there.get(name)) for name in _carried(text, frame.f_lineno))
-        yield from (
-            (name, fingerprint_of(value)) for name, value in values if has_tensors(value) and not kept.keeps(value)
-        )
+        loop = text.loops[-1] if text.loops else None
+        if not isinstance(loop, ast.For) or frame.f_lineno > (loop.iter.end_lineno or 0):
+            return  # it does not take its next item now
+        inside, there = list(below(loop, text.parents)), variables_of(frame)
+        statements = (node for node in inside if isinstance(node, ast.stmt))
+        uses = names_read(node for node in statements if not _handles_error(node, text))  # which is rare
+        stored = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        for name in stored - assigned(loop):
+            value = there.get(name)
+            if has_tensors(value) and not kept.keeps(value) and is_read_first(loop.body, name, uses):
+                yield name, fingerprint_of(value)
 
     return dict(in_running(found))
+
+
+def _handles_error(node: ast.stmt, text: Text) -> bool:
+    return any(isinstance(around, ast.ExceptHandler) for around in nodes_around(node, text.parents))
 
 
 def _of_environments() -> str:
@@ -68,19 +78,3 @@ def _of_environments() -> str:
         f". The state of {names} also starts over: begin each step with reset(), and with a seed from the step's "
         "number unless it draws from the global generators"
     )
-
-
-def _carried(text: Text, line: int) -> list[str]:
-    """The variables that the ``for`` loop which is taking its next item sets in its body, and reads there before."""
-    loop = text.loops[-1] if text.loops else None
-    if not isinstance(loop, ast.For) or line > (loop.iter.end_lineno or 0):
-        return []
-    inside = list(below(loop, text.parents))
-    statements = (node for node in inside if isinstance(node, ast.stmt))
-    uses = names_read(node for node in statements if not _handles_error(node, text))  # which is rare
-    stored = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return [name for name in sorted(stored - assigned(loop)) if is_read_first(loop.body, name, uses)]
-
-
-def _handles_error(node: ast.stmt, text: Text) -> bool:
-    return any(isinstance(around, ast.ExceptHandler) for around in nodes_around(node, text.parents))
