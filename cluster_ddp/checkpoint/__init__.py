@@ -1,6 +1,7 @@
 """Checkpoints: written in the background by all ranks, verified when read, never incomplete.
 
 format, verify, folders, export      what is on disk; torch-free, so that login nodes can list and export
+compare                              whether two checkpoints have the same bits; torch-free too
 retention, cleaning                  which checkpoints are removed, by a run in training and by `cluster-ddp clean`
 plan, staging, coordinator, writer   a save, from live tensors to the folder under its final name
 replicas                             whether all ranks hold the same tensors

@@ -44,6 +44,7 @@ COMMANDS: dict[str, Listed] = {
     "checkpoints": Listed("Results", "checkpoints digits-2026 --verify"),
     "export": Listed("Results", "export digits-2026 --best -o weights.safetensors"),
     "clean": Listed("Results", "clean --older 60d --yes"),
+    "rehearse": Listed("Prepare", "rehearse job.yaml --steps 40 --stop-after 15"),
     "init": Listed("Prepare", "init"),
     "templates": Listed("Prepare", "templates show multi-node"),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster_ddp.cli.options import Job, JsonLine, Settings
+from cluster_ddp.cli.options import GpusHere, Job, JsonLine, ProcsHere, Settings, SimulatedNodes
 from cluster_ddp.cli.output import inform, print_json_line, remark, show
 from cluster_ddp.cli.run_states import report_ended
 
@@ -18,18 +18,9 @@ if TYPE_CHECKING:
 
 def command(
     job: Job,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Nodes to simulate; they meet on loopback.")
-    ] = None,
-    procs: Annotated[
-        int | None, typer.Option(min=1, metavar="P", help="Ranks per node. Default: the job file's, or one per GPU.")
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST", help="Devices, such as 0,1,3, divided among the nodes; none for CPUs. Default: all."
-        ),
-    ] = None,
+    nodes: SimulatedNodes = None,
+    procs: ProcsHere = None,
+    gpus: GpusHere = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun commands; start nothing.")] = False,
     as_json: JsonLine = False,

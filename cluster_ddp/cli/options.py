@@ -52,4 +52,17 @@ Settings = Annotated[
 ]
 JsonLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
 JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
+SimulatedNodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, metavar="N", help="Nodes to simulate; they meet on loopback.")
+]
+ProcsHere = Annotated[
+    int | None,
+    typer.Option("--procs", min=1, metavar="P", help="Ranks per node. Default: the job file's, or one per GPU."),
+]
+GpusHere = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", metavar="LIST", help="Devices, such as 0,1,3, divided among the nodes; none for CPUs. Default: all."
+    ),
+]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Skip the checks of the task, the storage and the cluster.")]

@@ -1,4 +1,4 @@
-"""Reads the latest values in `metrics.jsonl`, which rank 0 may be writing at the same time."""
+"""Reads `metrics.jsonl`, which rank 0 may be writing at the same time."""
 
 from __future__ import annotations
 
@@ -68,6 +68,13 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
             elif (number := as_number(value)) is not None:
                 latest.values[key] = number
     return latest
+
+
+def values_by_step(path: Path) -> dict[int, dict[str, float | None]]:
+    """Return the values in a metrics file by step, those of the latest attempt; None for what was not finite."""
+    rows = sorted(parse_lines(path.read_bytes()), key=lambda row: as_whole(row.get("attempt")) or 0)
+    steps = ((as_whole(row.get("step")), row) for row in rows)
+    return {step: {key: row[key] for key in row.keys() - _POSITION} for step, row in steps if step is not None}
 
 
 def _decisive(data: bytes, lineage: Lineage) -> list[Row]:

@@ -6,6 +6,7 @@ script, template.sbatch, preamble, quote   the batch script
 own_run                            the run of a script that was submitted by hand
 local, supervisor, machine, background     on this machine
 manual, arrivals                   on several machines without Slurm
+rehearsal                          a stop and a resume on this machine, compared with a run without
 preflight, check_program, partition_limits, save_time   what is checked before a job is queued
 resume, adopting                   continuing a run, and submissions that were interrupted
 sweep, element, sweep_here         many runs of one job

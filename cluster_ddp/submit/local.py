@@ -19,6 +19,7 @@ from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.script_outcome import record_script_outcome
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
+from cluster_ddp.launch.variables import STOP_AFTER_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.condense import conclude
@@ -50,6 +51,7 @@ class LocalStart:
     hide_gpus: bool  # whether CPUs were requested though there may be GPUs
     port: int  # of the rendezvous, on loopback
     python: str  # the interpreter of the node programs and their ranks
+    stop_after: int | None = None  # the step after which to stop, as if asked to
 
     @property
     def nodes_here(self) -> range:
@@ -87,6 +89,8 @@ class LocalStart:
         }
         if self.hide_gpus or self.gpus[node]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[node])
+        if self.stop_after is not None:
+            variables[STOP_AFTER_VARIABLE] = str(self.stop_after)
         return variables
 
 

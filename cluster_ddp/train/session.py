@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from torch.optim import Optimizer
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import Cause
+from cluster_ddp.launch.variables import STOP_AFTER_VARIABLE
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
+from cluster_ddp.run.stopfile import PERSON, SAVE_AND_END
 from cluster_ddp.train.data.order import Order
 from cluster_ddp.train.distributed import (
     all_gather_object,
@@ -151,6 +154,7 @@ class Session:
         self.is_resumed = False  # whether a checkpoint has been restored
         self._compared_after: int | None = None
         self._step_begun, self._step_seconds = 0.0, math.inf
+        self._stop_after = float(os.environ.get(STOP_AFTER_VARIABLE, math.inf))
         if differs is not None:
             self.warn(differs)
 
@@ -261,6 +265,8 @@ class Session:
         if step == self._compared_after:
             refuse_differences(f"after step {step} weights or optimizer", self._state.alike())
         self.decision = self._consensus.end(step - 1)
+        if step >= self._stop_after:
+            self.decision = StopDecision(SAVE_AND_END, PERSON, synced=True)
         if step == self._total_steps:  # before the end, when programs remove hooks and the like
             self.saving.warn_unsaved(self._state)
         elif self.decision.synced:  # about once a second
