@@ -59,7 +59,7 @@ def command(
         fields = {
             "exact": finding.is_exact,
             "step": finding.step,
-            "different": list(finding.compared.different),
+            "different": list(finding.different),
             "repeats": finding.repeats,
             "directory": None if finding.is_exact else str(rehearsal.folder),
         }
@@ -74,21 +74,22 @@ def _in_words(finding: Finding, stop_after: int, folder: Path) -> list[str]:
             f"EXACT  stopped after step {stop_after} and resumed, the run has the same bits after step {finding.step} "
             f"as one without a stop: {compared.tensors} tensors, {compared.values} other values"
         ]
-    lines = [
-        f"NOT EXACT  stopped after step {stop_after} and resumed, the run differs after step {finding.step}",
-        f"  different  {len(compared.different)} of {compared.tensors + compared.values} tensors and values: "
-        + listed(compared.different, _NAMES_SHOWN),
-    ]
-    if (first := finding.first) is not None:
-        lines.append(f"  first      {first.name} of step {first.step}: {first.resumed} instead of {first.straight}")
-    if finding.repeats:
+    if not finding.repeats:
+        different = finding.different_anyway
+        cause = (
+            "the program: two runs without a stop differ. Seed what it draws; on GPUs, set train.deterministic: true"
+        )
+    else:
+        different = finding.different
         cause = (
             "the resume: two runs without a stop agree. Something that steps depend on is not restored; the warnings "
             "above may name it, and docs/exactness.md says what a resume restores"
         )
-    else:
-        cause = (
-            "the program itself: two runs without a stop differ as well. Seed what it draws; on GPUs, set "
-            "train.deterministic: true"
-        )
-    return [*lines, f"  cause      {cause}", f"  runs       {folder}"]
+    lines = [
+        f"NOT EXACT  stopped after step {stop_after} and resumed, the run differs after step {finding.step}",
+        f"  cause      {cause}",
+        f"  different  {len(different)} of {compared.tensors + compared.values}: {listed(different, _NAMES_SHOWN)}",
+    ]
+    if (first := finding.first) is not None:
+        lines.append(f"  first      {first.name} of step {first.step}: {first.resumed} instead of {first.straight}")
+    return [*lines, f"  runs       {folder}"]

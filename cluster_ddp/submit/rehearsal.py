@@ -47,13 +47,19 @@ class Finding:
     step: int  # after which the states were compared
     compared: Comparison
     first: LoggedDifference | None  # None if no logged value tells
-    # Whether two runs without a stop have the same bits; None if that was not tried, because the resumed one has them
-    repeats: bool | None
+    # What differs between two runs without a stop, which is tried only if the resumed one differs from the first
+    different_anyway: tuple[str, ...] = ()
+    repeats: bool = True  # whether the tensors do not
+
+    @property
+    def different(self) -> tuple[str, ...]:
+        """What only the resume can have changed; numbers that differ anyway are times and rates."""
+        return tuple(name for name in self.compared.different if name not in self.different_anyway)
 
     @property
     def is_exact(self) -> bool:
         """Whether the resumed run has the bits of the one without a stop."""
-        return not self.compared.different
+        return self.repeats and not self.different
 
 
 @dataclass(frozen=True)
@@ -122,13 +128,12 @@ class Rehearsal:
                 f"--stop-after less than {total}"
             )
         resumed = self._run_resumed(total)
-        compared = compare(straight.checkpoint, resumed.checkpoint)
-        repeats = None
-        if compared.different:
-            again = self._run_straight("once more without a stop, to see whether the program repeats itself")
-            repeats = not compare(straight.checkpoint, again.checkpoint).different
-        first = _first_difference(straight.run, resumed.run, self._stop_after) if compared.different else None
-        finding = Finding(total, compared, first, repeats)
+        finding = Finding(total, compare(straight.checkpoint, resumed.checkpoint), None)
+        if finding.different:
+            again = self._run_straight("once more without a stop, to see what differs anyway")
+            anyway = compare(straight.checkpoint, again.checkpoint)
+            first = _first_difference(straight.run, resumed.run, self._stop_after)
+            finding = Finding(total, finding.compared, first, anyway.different, not anyway.different_tensors)
         if finding.is_exact:
             self._remove()
         return finding
