@@ -75,16 +75,15 @@ def _in_words(finding: Finding, stop_after: int, folder: Path) -> list[str]:
             f"as one without a stop: {compared.tensors} tensors, {compared.values} other values"
         ]
     if not finding.repeats:
-        different = finding.different_anyway
         cause = (
             "the program: two runs without a stop differ. Seed what it draws; on GPUs, set train.deterministic: true"
         )
     else:
-        different = finding.different
         cause = (
             "the resume: two runs without a stop agree. Something that steps depend on is not restored; the warnings "
             "above may name it, and docs/exactness.md says what a resume restores"
         )
+    different = finding.different
     lines = [
         f"NOT EXACT  stopped after step {stop_after} and resumed, the run differs after step {finding.step}",
         f"  cause      {cause}",

@@ -53,8 +53,9 @@ class Finding:
 
     @property
     def different(self) -> tuple[str, ...]:
-        """What only the resume can have changed; numbers that differ anyway are times and rates."""
-        return tuple(name for name in self.compared.different if name not in self.different_anyway)
+        """What differs; of a program that repeats itself without the numbers that differ anyway, such as times."""
+        anyway = self.different_anyway if self.repeats else ()
+        return tuple(name for name in self.compared.different if name not in anyway)
 
     @property
     def is_exact(self) -> bool:
