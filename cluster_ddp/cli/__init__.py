@@ -5,6 +5,7 @@ submit, local, launch, resume      starting runs
 stop, cancel                       ending them
 status, list, logs                 looking at them
 checkpoints, export, clean         what they have saved
+rehearse                           does a program resume exactly?
 init, templates                    first job files
 sweep, sweep_start, sweep_end      many runs at once
 options, output, table, screen     what several commands use: arguments, and printing
