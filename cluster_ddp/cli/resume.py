@@ -28,6 +28,12 @@ def command(
     procs: Annotated[
         int | None, typer.Option(min=1, metavar="P", help="Ranks per node. Default: the last attempt's.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="LIST", help="Of a local run: devices, such as 0,1; none for CPUs. Default: all."
+        ),
+    ] = None,
     as_json: JsonLine = False,
 ) -> None:
     """Continue a run or a sweep from its last checkpoint: in the queue, or on this machine if it is a local one."""
@@ -41,6 +47,8 @@ def command(
                 "it.\n"
                 f"To change one of its runs, name its directory: cluster-ddp resume {sweep.path}/... --set ..."
             )
+        if gpus is not None:
+            raise RunError(f"{sweep.id} is a sweep, and --gpus is for single runs on this machine")
         raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
     with contextlib.suppress(SlurmError):  # looking up its state reports this
@@ -48,7 +56,7 @@ def command(
     seen = read_history(found)  # read before the run is judged: what happens from here on is not forgiven
     (status,) = describe_runs([found])
     say_if_copy(found, status.record)
-    plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs)
+    plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs, gpus)
     remark(plan.remarks)
     job_id, exit_status = None, 0
     if plan.start is None:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -148,7 +149,8 @@ class Rehearsal:
         stopping = replace(self._start, stop_after=self._stop_after)
         part = self._ended(*start_local(stopping, show=self._show), self._stop_after)
         self._announce(f"resumed in new processes, until step {total}")
-        plan = plan_resume(part.run, read_history(part.run), describe(part.run, None), (), None, None)
+        gpus = ",".join(chain.from_iterable(self._start.gpus)) or "none"
+        plan = plan_resume(part.run, read_history(part.run), describe(part.run, None), (), None, None, gpus)
         status = resume_here(plan, replace(self._start, stop_after=self._steps), show=self._show)
         return self._ended(part.run, status, total)
 

@@ -56,9 +56,20 @@ class ResumePlan:
 
 
 def plan_resume(
-    run: RunDirectory, seen: History, status: RunStatus, settings: Sequence[str], nodes: int | None, procs: int | None
+    run: RunDirectory,
+    seen: History,
+    status: RunStatus,
+    settings: Sequence[str],
+    nodes: int | None,
+    procs: int | None,
+    gpus: str | None = None,
 ) -> ResumePlan:
     """Decide how a run continues; nothing is written.
+
+    Parameters
+    ----------
+    gpus
+        For a run on this machine: as for `plan_local`.
 
     Raises
     ------
@@ -71,6 +82,10 @@ def plan_resume(
     _refuse_unless_over(run, status)
     record = status.record or read_record(run)
     here = record.via == LOCAL
+    if gpus is not None and not here:
+        raise SubmitError(
+            f"--gpus is for runs on this machine, and run {run.id} was started via {one_line(record.via)}"
+        )
     size = {} if here else {"slurm.nodes": nodes, "launch.procs_per_node": procs}
     sizes = [f"{key}={value}" for key, value in size.items() if value is not None]
     if (problem := run.job_file_problem()) is not None:
@@ -84,7 +99,7 @@ def plan_resume(
     start: local.LocalStart | Submission
     if here:
         nodes, procs = nodes or record.nodes, procs or record.procs
-        start = local.plan_local(job.spec, nodes=nodes, procs=procs, global_batch=record.global_batch)
+        start = local.plan_local(job.spec, nodes=nodes, procs=procs, gpus=gpus, global_batch=record.global_batch)
         ranks = start.nodes * start.procs
     else:
         start = _submission(run, record.via, job.spec)

@@ -328,6 +328,14 @@ def test_what_is_said_of_a_run_of_launch_is_what_helps(call: Call, here: Path, n
     assert "To continue it: run the same commands again" in call("stop", made.id).err
 
 
+def test_devices_are_for_a_run_on_this_machine(call: Call, here: Path, run: RunDirectory, slurm: Slurm) -> None:
+    said = call("resume", run.id, "--gpus", "0")
+    assert said.status == 2
+    assert "--gpus is for runs on this machine" in said.err and "via sbatch" in said.err
+    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
+    assert "--gpus 0,0: give each device once" in call("resume", made.id, "--gpus", "0,0").err
+
+
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
     made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
     update_record(made, global_batch=48, nodes=1, procs=2)
