@@ -25,6 +25,7 @@ from cluster_ddp.run.stopfile import TERMINATED
 Found = tuple[RunState, str]
 
 _BATCH_KILLED = ("RaisedSignal", "JobLaunchFailure")  # Slurm's reason once a batch process was killed; 22.05 the latter
+_OUTPUT_FAILED = ("RaisedSignal:53", "JobLaunchFailure")  # once slurmstepd could not open the job's output
 
 
 def final_state(facts: Facts) -> tuple[RunState, str]:
@@ -153,7 +154,7 @@ def _left_no_record(end: _End) -> Found | None:
     if end.facts.is_job_cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
     killed = ": its keeper was killed" if job.reason.startswith(_BATCH_KILLED) else ""
-    if job.reason.startswith("JobLaunchFailure"):
+    if job.reason.startswith(_OUTPUT_FAILED):
         killed += ", or Slurm could not open its output in the run directory"
     how = f"Slurm job {job.job_id} {end.facts.how_the_job_ended()}{killed}"
     return end.lost(f"{how}, and training left no record of its end {end.facts.see_output(job.job_id)}")

@@ -152,7 +152,11 @@ def test_a_run_whose_keeper_was_killed_before_its_ranks_could_say_anything_is_lo
     begin(run, slurm_job_id="7")
     hide(run, 0)
     or_moved = ", or Slurm could not open its output in the run directory"
-    for reason, doubt in (("RaisedSignal:9(Killed)", ""), ("JobLaunchFailure", or_moved)):  # the latter in 22.05
+    for reason, doubt in (
+        ("RaisedSignal:9(Killed)", ""),
+        ("RaisedSignal:53(Real-time signal 19)", or_moved),
+        ("JobLaunchFailure", or_moved),  # either of them in 22.05
+    ):
         found = describe(run, {"7": slurm_job("FAILED", reason, run_id=run.id)})
         assert found.state is RunState.LOST
         assert f"its keeper was killed{doubt}, and training left no" in str(found.reason)
