@@ -71,7 +71,7 @@ def last_output(facts: Facts) -> str:
     assert facts.job is not None
     name = facts.output_file(facts.job.job_id)
     said = end_of_output(facts.history.run.path / name, name)
-    other_cause = any(words in said for words in ("there is no", "slurmstepd: error:"))
+    other_cause = any(words in said for words in ("there is no", "slurmstepd: error:", "ends with: cluster-ddp:"))
     by_itself = facts.job.state in ("COMPLETED", "FAILED") and not other_cause
     return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 

@@ -125,6 +125,7 @@ def test_slurm_that_hides_the_jobs_of_others_says_nothing(run: RunDirectory, mon
         ("\n", "(slurm-7.out is empty; a line of launch.setup may have ended the script)"),
         ("loads cuda\nKilled\n\n", "(slurm-7.out ends with: Killed; a line of launch.setup may"),
         ("slurmstepd: error: TaskProlog failed status=1", "failed status=1). To continue"),
+        ("cluster-ddp: cannot begin an attempt: Permission denied", "Permission denied). To continue"),
     ],
 )
 def test_an_end_before_an_attempt_is_told_with_the_end_of_the_output(
