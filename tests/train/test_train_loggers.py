@@ -13,6 +13,7 @@ from train_tasks import Plain, job, new_run, train
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.metrics import loggers
 from cluster_ddp.train.metrics.file import MetricsFile
+from cluster_ddp.train.metrics.log import Report
 from cluster_ddp.train.metrics.loggers import Wandb
 
 
@@ -120,6 +121,39 @@ def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
     steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == list(range(1, 10))
     assert {"val/accuracy", "lr"} <= set(events.Tags()["scalars"])
+
+
+class FullDisk:
+    """A logger that cannot write, from its first step on or only at the end."""
+
+    def __init__(self, *, at: str) -> None:
+        self.at = at
+        self.calls: list[str] = []
+
+    def log(self, step: int, values: object) -> None:
+        self._write("log")
+
+    def close(self, *, failed: bool) -> None:
+        self._write("close")
+
+    def _write(self, what: str) -> None:
+        self.calls.append(what)
+        if self.at == what:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_logger_that_fails_is_told_once_and_ends_no_training(capsys: pytest.CaptureFixture[str]) -> None:
+    failing = [FullDisk(at=at) for at in ("log", "close", "never")]
+    report = Report(loggers=failing)
+    for step in (1, 2):
+        report.log(step=step, samples=8, epoch=0, values={"train/loss": 0.5})
+    report.close(failed=False)
+    assert [logger.calls for logger in failing] == [["log"], ["log", "log", "close"], ["log", "log", "close"]]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all(
+        "cluster_ddp: FullDisk has failed (OSError: [Errno 28] No space left on device)" in line for line in said
+    )
 
 
 def test_metrics_go_on_after_a_torn_line(tmp_path: Path) -> None:

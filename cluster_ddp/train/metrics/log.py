@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.data.order import MicroBatch
@@ -34,7 +35,7 @@ class Report:
         self.latest: dict[str, float] = {}  # the last value of each metric
         self._file = file
         self._display = display
-        self._loggers = loggers
+        self._loggers = list(loggers)
 
     def log(
         self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
@@ -43,8 +44,7 @@ class Report:
         self.latest.update(values)
         if self._file is not None:
             self._file.write(step=step, samples=samples, epoch=epoch, values=values, measured=measured)
-        for logger in self._loggers:
-            logger.log(step, values)
+        self._loggers = [logger for logger in self._loggers if _could(logger, lambda at: at.log(step, values))]
 
     def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Show the progress of training."""
@@ -62,10 +62,21 @@ class Report:
             self._display.close()
         if self._file is not None:
             self._file.close()
-        loggers, self._loggers, self._file, self._display = self._loggers, (), None, None
+        loggers, self._loggers, self._file, self._display = self._loggers, [], None, None
         if wait:
             for logger in loggers:
-                logger.close(failed=failed)
+                _could(logger, lambda at: at.close(failed=failed))
+
+
+def _could(logger: Logger, do: Callable[[Logger], None]) -> bool:
+    """Whether a logger could do this. If not, as on a full disk, that is told, and training does not end for it."""
+    try:
+        do(logger)
+    except Exception as error:
+        said = one_line(f"{type(logger).__name__} has failed ({type(error).__name__}: {error})")
+        say(f"cluster_ddp: {said}: nothing more is logged there until the next attempt; metrics.jsonl has all values")
+        return False
+    return True
 
 
 def open_report(
