@@ -15,6 +15,7 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import History
 from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.slurm.states import LETS_RUN, SlurmJob
 
@@ -66,13 +67,11 @@ def nodes_have_ended(history: History) -> str | None:
     last = history.last
     if last is None or last.nodes is None or last.slurm_job_id is None:
         return None
-    told = (as_whole(event.get("node")) for event in history.of_attempt(last.number, NODE_STARTED))
-    started = {node for node in told if node is not None}
-    attempt = history.run.attempt(last.number)
-    if len(started) < last.nodes or any(attempt.alive_file(node).exists() for node in started):
+    started = _started_nodes(history)
+    if len(started) < last.nodes or _has_not_signed_off(history, started):
         return None
     try:
-        signed_off = attempt.path.stat().st_mtime  # when the last of these files was removed
+        signed_off = history.run.attempt(last.number).path.stat().st_mtime  # when the last of their files was removed
     except OSError:
         return None
     if time.time() - signed_off < _DECIDED_SOON_SECONDS:
@@ -85,10 +84,10 @@ def nodes_have_ended(history: History) -> str | None:
 
 
 def left_behind(history: History, job: SlurmJob | None) -> str | None:
-    """Say that a job still holds its nodes minutes after its run has ended; None if none does.
+    """Say why a job still holds its nodes minutes after its run has ended; None if none does.
 
-    If slurmstepd is killed on the batch host, Slurm does not notice that the script has ended, perhaps until the job's
-    time limit. Or somebody has stopped the keeper (SIGSTOP).
+    Its ranks may have more to do. If slurmstepd is killed on the batch host, Slurm does not notice that the script has
+    ended, perhaps until the job's time limit. Or somebody has stopped the keeper (SIGSTOP).
     """
     last = history.last
     if last is None or job is None or job.state not in LETS_RUN or job.job_id != last.slurm_job_id:
@@ -96,7 +95,26 @@ def left_behind(history: History, job: SlurmJob | None) -> str | None:
     latest = max((float(event["time"]) for event in history.of_attempt(last.number)), default=last.begun)
     if time.time() - latest < _DECIDED_SECONDS:
         return None
+    if _has_not_signed_off(history, _started_nodes(history)) and silent_nodes(history) is None:
+        return (
+            f"Slurm job {job.job_id} runs until all ranks have exited: a script may do more after its training, and "
+            "metrics may still be uploaded"
+        )
     return (
         f"Slurm job {job.job_id} still holds {job.nodes or 'its nodes'}, though nothing of the run is left there to "
         f"wait for, unless launch.setup has set a trap for EXIT. To end it: scancel {job.job_id}"
     )
+
+
+def _started_nodes(history: History) -> set[int]:
+    """Return the nodes of the last attempt that have said that they started."""
+    assert history.last is not None
+    told = (as_whole(event.get("node")) for event in history.of_attempt(history.last.number, NODE_STARTED))
+    return {node for node in told if node is not None}
+
+
+def _has_not_signed_off(history: History, nodes: set[int]) -> bool:
+    """Whether any of these nodes of the last attempt has not signed off, as far as it could."""
+    assert history.last is not None
+    attempt = history.run.attempt(history.last.number)
+    return any(attempt.alive_file(node).exists() for node in nodes)

@@ -129,6 +129,23 @@ def test_a_job_that_still_holds_nodes_minutes_after_its_run_has_ended_is_told(
     assert describe(run, {"7": slurm_job("COMPLETING")}).reason is None
 
 
+def test_a_job_whose_ranks_do_more_after_training_is_not_said_to_be_left_behind(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script that evaluates after the block of `join_run`: nobody should end its job."""
+    attempt = begin_on_two_nodes(run, say)
+    say("completed", 0, step=5)
+    attempt.alive_file(1).unlink()
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + 400)
+    os.utime(attempt.alive_file(0), (here() + 390,) * 2)
+    found = describe(run, {"12": slurm_job("RUNNING")})
+    assert found.state is RunState.COMPLETED
+    assert found.reason is not None and found.reason.startswith("Slurm job 12 runs until all ranks have exited")
+    attempt.alive_file(0).unlink()
+    assert str(describe(run, {"12": slurm_job("RUNNING")}).reason).endswith("To end it: scancel 12")
+
+
 def test_processes_that_a_signal_has_stopped_wait_for_another_signal(run: RunDirectory, say: Say) -> None:
     begin_on_two_nodes(run, say)
     told = describe(run, {"12": slurm_job("STOPPED")})
