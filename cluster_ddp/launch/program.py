@@ -203,7 +203,7 @@ class NodeProgram:
         return False
 
     def _pass_on_output(self, *, rest: bool = False) -> None:
-        for line in self._output.gather(rest=rest):
+        for line in self._output.rest() if rest else self._output.gather():
             self._relay.show(line)
             self._warnings.take(line)
 

@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,25 @@ class RankOutput:
                 raise
         return cls(log, Path(tempfile.mkdtemp(prefix="cluster-ddp-")))
 
-    def gather(self, *, rest: bool = False) -> list[LogLine]:
-        """Return what was printed since the last call; with `rest`, once all have ended, also unfinished lines."""
+    def gather(self) -> list[LogLine]:
+        """Return what was printed since the last call, at most a few MiB of each file."""
+        return self._gather(rest=False)
+
+    def rest(self) -> Iterator[LogLine]:
+        """Yield what is left once all have ended, also unfinished lines; in pieces, however much it is."""
+        while lines := self._gather(rest=False):
+            yield from lines
+        yield from self._gather(rest=True)
+
+    def _gather(self, *, rest: bool) -> list[LogLine]:
         self.exits.read()
         for started in self.exits.started.values():
             self._follow(Path(started.folder) / "stdout.log", started.rank, is_error=False)
             self._follow(Path(started.folder) / "stderr.log", started.rank, is_error=True)
-        if sum(map(len, self._waiting)) > _MAX_WAITING and not rest:
+        if sum(map(len, self._waiting)) > _MAX_WAITING:
             self._write()
-            return []
+            if self._waiting:
+                return []
         lines = [line for source in self._sources.values() for line in source.lines(rest=rest)]
         self._waiting += [line.marked() for line in lines]
         if self._waiting and (rest or time.monotonic() >= self._next_write):

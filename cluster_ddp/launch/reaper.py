@@ -102,7 +102,8 @@ def _rescue(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
     hang_dump.remove_pipes(heartbeat)
     hang_dump.keep_stacks(heartbeat, AttemptDirectory(attempt))
     output = RankOutput(log, folder)
-    output.gather(rest=True)
+    for _ in output.rest():
+        pass
     output.remove()
 
 

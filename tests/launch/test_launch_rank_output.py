@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from node_process import Node
 
-from cluster_ddp.launch import rank_output
+from cluster_ddp.launch import logs, rank_output
 from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.node_log import LogLine, parse_line
@@ -55,7 +55,7 @@ def test_each_line_says_which_rank_has_printed_it(printing: Printing, log: Path)
     lines = printing.output.gather()
     assert LogLine("step 1", 4) in lines and LogLine("  File x", 5, is_error=True) in lines
     printing.say(1, " of it", "stderr")
-    printing.output.gather(rest=True)
+    list(printing.output.rest())
     written = log.read_text().splitlines()
     assert written == [
         "[torchrun] W1122 agent", "[rank 4] step 1", "[rank 4] [rank 5] a rank's own words", "[rank 5 err] Traceback",
@@ -96,7 +96,7 @@ def test_a_progress_bar_leaves_lines(printing: Printing, log: Path) -> None:
     printing.say(0, "\r 10%\r 20%\r\nnext\r")
     printing.output.gather()
     printing.say(0, "\nend\n")
-    printing.output.gather(rest=True)
+    list(printing.output.rest())
     assert [parse_line(line).text for line in log.read_text().splitlines() if parse_line(line).text] == [
         " 10%", " 20%", "next", "end",
     ]  # fmt: skip
@@ -108,20 +108,33 @@ def test_storage_that_refuses_costs_no_line(
     with monkeypatch.context() as full:
         full.setattr(rank_output, "open_append", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
         printing.say(0, "one\n")
-        assert printing.output.gather(rest=True) == [LogLine("one", 4)]
+        assert list(printing.output.rest()) == [LogLine("one", 4)]
         printing.say(0, "two\n")
-        printing.output.gather(rest=True)
+        list(printing.output.rest())
     assert capsys.readouterr().err.count("No space left") == 1 and not log.exists()
-    printing.output.gather(rest=True)
+    list(printing.output.rest())
     assert log.read_text() == "[rank 4] one\n[rank 4] two\n"
+
+
+def test_much_that_is_left_is_written_in_pieces(printing: Printing, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that prints faster than the storage takes it leaves gigabytes, which do not fit into memory."""
+    written: list[int] = []
+    append = rank_output._append
+    monkeypatch.setattr(rank_output, "_append", lambda path, data: (written.append(len(data)), append(path, data)))
+    monkeypatch.setattr(rank_output, "_MAX_WAITING", 4096)
+    monkeypatch.setattr(logs, "_MAX_READ", 4096)
+    for _ in range(64):
+        printing.say(0, "x" * 1023 + "\n")
+    assert sum(1 for _ in printing.output.rest()) == 64
+    assert len(log.read_text().splitlines()) == 64 and max(written) < 16384
 
 
 def test_what_a_killed_node_program_has_left_is_gathered_by_another(printing: Printing, log: Path) -> None:
     printing.say(0, "one\n")
-    printing.output.gather(rest=True)
+    list(printing.output.rest())
     printing.say(0, "saved at the end\n")
     rescuer = RankOutput(log, printing.folder)
-    rescuer.gather(rest=True)
+    list(rescuer.rest())
     assert log.read_text() == "[rank 4] one\n[rank 4] saved at the end\n"
     rescuer.remove()
     assert not printing.folder.exists()
@@ -133,7 +146,7 @@ def test_what_was_gathered_gives_its_room_back(printing: Printing) -> None:
         for _ in range(4):
             file.write(("x" * 1023 + "\n") * 1024)
             file.flush()
-            printing.output.gather(rest=True)
+            list(printing.output.rest())
         assert Path(file.name).stat().st_size == 4 << 20
         room = Path(file.name).stat().st_blocks * 512
     assert room <= 2 << 20
