@@ -128,5 +128,6 @@ def _advice(run: RunDirectory, status: RunStatus) -> str:
         return f" Its nodes still wait for each other; Ctrl-C ends each of them, or all: cluster-ddp cancel {name}"
     if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
         return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {name}"
-    go_on = how_to_go_on(name, status.record)
-    return "" if status.state is RunState.COMPLETED else f" To continue it: {go_on}"
+    if status.state is RunState.COMPLETED:
+        return f" {status.reason}" if status.reason else ""
+    return f" To continue it: {how_to_go_on(name, status.record)}"

@@ -98,7 +98,7 @@ def left_behind(history: History, job: SlurmJob | None) -> str | None:
     if _has_not_signed_off(history, _started_nodes(history)) and silent_nodes(history) is None:
         return (
             f"Slurm job {job.job_id} runs until all ranks have exited: a script may do more after its training, and "
-            "metrics may still be uploaded"
+            f"metrics may still be uploaded. To end that: scancel {job.job_id}"
         )
     return (
         f"Slurm job {job.job_id} still holds {job.nodes or 'its nodes'}, though nothing of the run is left there to "

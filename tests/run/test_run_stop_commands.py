@@ -175,6 +175,16 @@ def test_stop_refuses_when_nothing_is_alive(
     assert read_stop(run.attempt(0)) is None
 
 
+def test_stop_of_a_complete_run_names_the_job_that_still_runs(
+    ddp: Ddp, run: RunDirectory, say: Say, tmp_path: Path
+) -> None:
+    """As one whose script evaluates for hours after its training."""
+    begin(run, slurm_job_id="7")
+    say("completed", 0, at=0, step=5)
+    fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n1|None|cluster_ddp {run.id}'")
+    assert ddp("stop", run.id).stderr.rstrip().endswith("To end it: scancel 7")
+
+
 def test_cancel_of_a_local_run_stops_it_at_once_for_good(ddp: Ddp, run: RunDirectory) -> None:
     attempt = begin(run)
     assert ddp("cancel", run.id).returncode == 0
