@@ -31,10 +31,10 @@ def silent_nodes(history: History) -> str | None:
         silent = _silent(touched, _storage_time(attempt))
     if not silent:
         return None
-    return (
-        f"no sign of life from {listed(silent, _NAMED)} for {min(silent.values()) / 60:.0f} min: it hangs, or its "
-        "storage does not respond; Slurm may be unable to end such a job until it does"
-    )
+    said = f"no sign of life from {listed(silent, _NAMED)} for {min(silent.values()) / 60:.0f} min: "
+    if history.last.slurm_job_id is None:
+        return f"{said}it hangs, its storage or the terminal that it prints to does not respond, or it is down"
+    return f"{said}it hangs, or its storage does not respond; Slurm may be unable to end such a job until it does"
 
 
 def _silent(touched: dict[str, float], now: float) -> dict[str, float]:

@@ -176,6 +176,16 @@ def test_a_silent_node_is_told_while_the_time_limit_asks_it_to_stop(run: RunDire
     assert told.startswith("stopping: time-limit; no sign of life from n1 for 3 min")
 
 
+def test_a_silent_node_of_a_run_without_slurm_is_told_without_slurm(run: RunDirectory, say: Say) -> None:
+    """As where nobody reads its output, or its machine lost power."""
+    attempt = begin(run)
+    say("node-started", 0, node=0, host="n0")
+    attempt.alive_file(0).touch()
+    os.utime(attempt.alive_file(0), (time.time() - 190,) * 2)
+    told = str(describe(run, None).reason)
+    assert told.startswith("no sign of life from n0 for 3 min: ") and "terminal" in told and "Slurm" not in told
+
+
 def test_no_node_is_silent_because_the_clock_here_is_ahead_of_the_storages(
     run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
