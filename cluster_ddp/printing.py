@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
+from collections.abc import Iterator
 from typing import TextIO
 
 # All control characters but line feed and tab; separators of lines; what changes the direction of writing, or is
@@ -43,6 +45,18 @@ def pass_on(line: str, stream: TextIO) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"  # the user's code may have put another stream there
     with contextlib.suppress(OSError):
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def say_if_slow(text: str, *, seconds: float = 10.0) -> Iterator[None]:
+    """Print `text` for the user if the block takes longer than this: hanging storage can block a process forever."""
+    timer = threading.Timer(seconds, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _escaped(character: str) -> str:

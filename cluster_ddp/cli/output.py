@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,18 +21,6 @@ def inform(*lines: str) -> None:
     """Print something for the user on standard error: standard output is for programs."""
     for line in lines:
         say(line)
-
-
-@contextlib.contextmanager
-def inform_if_slow(words: str, *, seconds: float = 10.0) -> Iterator[None]:
-    """Print something for the user if the block takes longer than this: hanging storage can block a process forever."""
-    timer = threading.Timer(seconds, inform, [words])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def show(*lines: str) -> None:

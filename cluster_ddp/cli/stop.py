@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 
 from cluster_ddp.cli.options import RunOrSweep
-from cluster_ddp.cli.output import inform, inform_if_slow
+from cluster_ddp.cli.output import inform
 from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, or_end_job, say_if_copy
 from cluster_ddp.cli.sweep_end import stop_sweep
+from cluster_ddp.printing import say_if_slow
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
@@ -36,7 +37,7 @@ def command(run: RunOrSweep) -> None:
     if sweep is not None:
         stop_sweep(sweep, ask_to_stop)
         return
-    with inform_if_slow(
+    with say_if_slow(
         "cluster-ddp: waiting for the storage or Slurm to answer; the run is asked to stop as soon as it does"
     ):
         found = find_run_to_change(run, runs_dir_of(None))

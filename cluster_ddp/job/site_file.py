@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cluster_ddp.printing import say_if_slow
+
 CONFIG_VARIABLE = "CLUSTER_DDP_CONFIG"
 RUNS_VARIABLE = "CLUSTER_DDP_RUNS"
 
@@ -15,7 +17,8 @@ def site_file() -> Path | None:
     if named is not None:
         return Path(os.path.expanduser(named)) if named else None
     file = default_site_file()
-    return file if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for some
+    with say_if_slow(f"cluster-ddp: waiting for the file system of {file} to answer"):
+        return file if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for some
 
 
 def default_site_file() -> Path:

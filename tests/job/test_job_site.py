@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cluster_ddp.job import JobFileError, load_job, load_resolved
+from cluster_ddp.job import JobFileError, load_job, load_resolved, site_file
+from cluster_ddp.printing import say_if_slow
 from cluster_ddp.run.runs import runs_dir_of
 
 WriteJob = Callable[..., Path]
@@ -93,3 +97,15 @@ def test_the_variable_names_a_file_or_none(site: Path, job: WriteJob, monkeypatc
     monkeypatch.setenv("CLUSTER_DDP_CONFIG", str(site.parent / "missing.yaml"))
     with pytest.raises(JobFileError, match=r"missing\.yaml: no such file"):
         load_job(str(job()))
+
+
+def test_a_home_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when its file server is down: each command looks there first, and would wait without a word."""
+    monkeypatch.delenv(site_file.CONFIG_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(site_file, "say_if_slow", functools.partial(say_if_slow, seconds=0.01))
+    monkeypatch.setattr(os.path, "isfile", lambda _file: time.sleep(0.2))
+    assert site_file.site_file() is None
+    assert f"waiting for the file system of {tmp_path / 'cluster-ddp' / 'site.yaml'}" in capsys.readouterr().err

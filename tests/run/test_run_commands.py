@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from run_builders import begin, begin_dead, fake_slurm, job
 
-from cluster_ddp.cli.output import inform_if_slow
+from cluster_ddp.printing import say_if_slow
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.record import add_slurm_job
@@ -228,7 +228,7 @@ def test_a_run_that_is_not_there_is_answered_with_status_2(ddp: Ddp, run: RunDir
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.05, "no answer yet\n"), (60.0, "")])
 def test_what_takes_long_is_said(seconds: float, said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with inform_if_slow("no answer yet", seconds=seconds):
+    with say_if_slow("no answer yet", seconds=seconds):
         time.sleep(0.3)
     assert capfd.readouterr().err == said
 
