@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cluster_ddp.cli.run_states import SlurmJobs
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.runs import list_runs
+from cluster_ddp.run.runs import list_runs, say_if_storage_is_slow
 from cluster_ddp.run.state_cache import EndedRuns, Known
 from cluster_ddp.run.status import RunStatus, RunSummary
 from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep
@@ -28,6 +28,7 @@ class Overview:
         self._ended = {runs_dir: EndedRuns(runs_dir)}
         self._sweeps: dict[SweepDirectory, str | None] = {}  # with why one cannot be read
 
+    @say_if_storage_is_slow
     def read_known(self) -> list[Known]:
         """What to ask squeue about for the runs and the elements of sweeps."""
         known: list[Known] = [self._ended[self._runs_dir].read_known(run) for run in list_runs(self._runs_dir)]

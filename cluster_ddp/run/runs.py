@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster_ddp.job.site_file import RUNS_VARIABLE, site_file
+from cluster_ddp.printing import say_if_slow
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
@@ -24,6 +25,9 @@ START_FAILED = "start-failed.sh"
 """The file beside each batch script that says what to do when a start fails before Python runs."""
 _MAX_CANDIDATES_SHOWN = 10
 _START_FAILED_SOURCE = Path(__file__).with_name("start_failed.sh")
+
+say_if_storage_is_slow = say_if_slow("cluster-ddp: waiting for the storage of the runs to answer")
+"""Around where a command looks for its run, which would otherwise wait without a word."""
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
@@ -205,6 +209,7 @@ def list_runs(folder: Path) -> list[RunDirectory]:
     return sorted(runs, key=lambda run: (_created(run), run.id))
 
 
+@say_if_storage_is_slow
 def find_run(name: str, runs_dir: Path) -> RunDirectory:
     """Return the run that `name` identifies: a run directory, a run id, or a unique prefix of one.
 

@@ -26,7 +26,7 @@ from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_time, as_whole, read_file
-from cluster_ddp.run.runs import list_runs
+from cluster_ddp.run.runs import list_runs, say_if_storage_is_slow
 from cluster_ddp.run.storage import Storage, json_bytes
 from cluster_ddp.run.via import LOCAL, SBATCH
 from cluster_ddp.slurm.states import is_job_id
@@ -205,6 +205,7 @@ def withdraw(record: SweepRecord, job_ids: Iterable[str]) -> SweepRecord:
     return replace(record, withdrawn=tuple(dict.fromkeys((*record.withdrawn, *job_ids))))
 
 
+@say_if_storage_is_slow
 def find_sweep(name: str, runs_dir: Path) -> SweepDirectory | None:
     """Return the sweep that `name` identifies: its folder, its id, or a unique prefix that no run's id begins with."""
     if not name.strip():

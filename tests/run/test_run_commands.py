@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -231,6 +232,18 @@ def test_what_takes_long_is_said(seconds: float, said: str, capfd: pytest.Captur
     with say_if_slow("no answer yet", seconds=seconds):
         time.sleep(0.3)
     assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize("command", [("stop", "x"), ("logs", "x"), ("resume", "x"), ("status", "x"), ("status",)])
+def test_each_command_says_that_it_waits_for_storage(
+    ddp: Ddp, runs_dir: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage that hangs blocks a process, perhaps forever, from where it looks for the run."""
+    timer = threading.Timer
+    monkeypatch.setattr(threading, "Timer", lambda _seconds, *what: timer(0.01, *what))
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: (time.sleep(0.1), iterdir(path))[1])
+    assert "waiting for the storage of the runs to answer" in ddp(*command).stderr
 
 
 def test_ctrl_c_ends_watching_without_complaint(run: RunDirectory, runs_dir: Path) -> None:
