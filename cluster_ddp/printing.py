@@ -59,6 +59,10 @@ def say_if_slow(text: str, *, seconds: float = 10.0) -> Iterator[None]:
         timer.cancel()
 
 
+say_if_storage_is_slow = say_if_slow("cluster-ddp: waiting for the storage of the runs to answer")
+"""Around where a command first touches the runs: it would wait without a word."""
+
+
 def _escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster_ddp.cli.run_states import SlurmJobs
+from cluster_ddp.printing import say_if_storage_is_slow
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.runs import list_runs, say_if_storage_is_slow
+from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.state_cache import EndedRuns, Known
 from cluster_ddp.run.status import RunStatus, RunSummary
 from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster_ddp.job.site_file import RUNS_VARIABLE, site_file
-from cluster_ddp.printing import say_if_slow
+from cluster_ddp.printing import say_if_storage_is_slow
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
@@ -25,9 +25,6 @@ START_FAILED = "start-failed.sh"
 """The file beside each batch script that says what to do when a start fails before Python runs."""
 _MAX_CANDIDATES_SHOWN = 10
 _START_FAILED_SOURCE = Path(__file__).with_name("start_failed.sh")
-
-say_if_storage_is_slow = say_if_slow("cluster-ddp: waiting for the storage of the runs to answer")
-"""Around where a command looks for its run, which would otherwise wait without a word."""
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.job.elements import MAX_ELEMENTS
+from cluster_ddp.printing import say_if_storage_is_slow
 from cluster_ddp.run.directory import SWEEP_RECORD, Inside, RunDirectory, copied_from
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_time, as_whole, read_file
-from cluster_ddp.run.runs import list_runs, say_if_storage_is_slow
+from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.storage import Storage, json_bytes
 from cluster_ddp.run.via import LOCAL, SBATCH
 from cluster_ddp.slurm.states import is_job_id

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.printing import say
+from cluster_ddp.printing import say, say_if_storage_is_slow
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
     )
 
 
+@say_if_storage_is_slow
 def check_writable(runs_dir: Path) -> None:
     """Raise a `SubmitError` unless runs can be created in a folder, which need not exist yet."""
     existing = runs_dir
