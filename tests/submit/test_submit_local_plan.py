@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.submit import local, machine
-from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.base import SubmitError, check_writable
 
 SCRIPT = JobSpec(name="a", script="train.py")
 
@@ -70,3 +73,13 @@ def test_visible_devices_are_used_and_without_any_there_is_one_rank(monkeypatch:
     start = local.plan_local(SCRIPT)
     assert (start.gpus, start.procs) == (((),), 1)
     assert "CUDA_VISIBLE_DEVICES" not in start.variables(0)
+
+
+def test_a_start_says_that_it_waits_for_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer, exists = threading.Timer, Path.exists
+    monkeypatch.setattr(threading, "Timer", lambda _seconds, *what: timer(0.01, *what))
+    monkeypatch.setattr(Path, "exists", lambda path: (time.sleep(0.1), exists(path))[1])
+    check_writable(tmp_path)
+    assert "waiting for the storage of the runs to answer" in capsys.readouterr().err
