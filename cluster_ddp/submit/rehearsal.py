@@ -71,10 +71,9 @@ class _Part:
     run: RunDirectory
     status: RunStatus
 
-    @property
-    def checkpoint(self) -> Path:
-        """Its newest checkpoint."""
-        return newest_intact(self.run.checkpoints, run_id_of(self.run))[0]
+    def checkpoint(self, step: int) -> Path:
+        """Its checkpoint of this step."""
+        return newest_intact(self.run.checkpoints, run_id_of(self.run), step)[0]
 
 
 class Rehearsal:
@@ -116,7 +115,9 @@ class Rehearsal:
         Raises
         ------
         RehearsalFailed
-            A part failed or was stopped, has no checkpoint, or has fewer steps than the first part should have.
+            A part failed or was stopped, does not save by this package, or has too few steps.
+        CheckpointError
+            A part has no intact checkpoint of its last step.
         """
         straight = self._run_straight("without a stop")
         if straight.status.reports_nothing:
@@ -130,10 +131,10 @@ class Rehearsal:
                 f"--stop-after less than {total}"
             )
         resumed = self._run_resumed(total)
-        finding = Finding(total, compare(straight.checkpoint, resumed.checkpoint), None)
+        finding = Finding(total, compare(straight.checkpoint(total), resumed.checkpoint(total)), None)
         if finding.different:
             again = self._run_straight("once more without a stop, to see what differs anyway")
-            anyway = compare(straight.checkpoint, again.checkpoint)
+            anyway = compare(straight.checkpoint(total), again.checkpoint(total))
             first = _first_difference(straight.run, resumed.run, self._stop_after)
             finding = Finding(total, finding.compared, first, anyway.different, not anyway.different_tensors)
         if finding.is_exact:
