@@ -239,7 +239,7 @@ def test_the_place_in_a_text_file_is_told(tmp_path: Path, capfd: pytest.CaptureF
 
 
 class NamesParts(ZooTask):
-    """Gives parts of the model names in each step; one only if it has none yet."""
+    """Gives parts of the model names in each step; two only if they have none yet."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
@@ -249,13 +249,17 @@ class NamesParts(ZooTask):
             self.chosen = inner[0 if self.trainer.step < 3 else 2]
         if self.trainer.step == 3:
             self.late = inner[2]
-        return super().loss(model, batch) * (1 + self.chosen.weight.mean())
+        try:
+            drawn = self.drawn
+        except AttributeError:
+            drawn = self.drawn = inner[0 if self.trainer.step < 3 else 2]
+        return super().loss(model, batch) * (1 + self.chosen.weight.mean() + drawn.weight.mean())
 
 
 def test_parts_of_the_model_that_each_step_names_are_not_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(NamesParts, tmp_path, capfd, steps=5) == ["task.chosen", "task.late"]
+    assert told(NamesParts, tmp_path, capfd, steps=5) == ["task.chosen", "task.drawn", "task.late"]
 
 
 class Counting:

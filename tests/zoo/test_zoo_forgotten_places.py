@@ -98,6 +98,7 @@ class Elsewhere(ZooTask):
         self.counter: Any = _made_here()
         self.pace, self.window = Pace(), torch.eye(6)
         self.generation, self.read_only = Generation(), np.zeros(2000)
+        self.generator = np.random.default_rng(0)
 
     def model(self) -> nn.Module:
         self.other = nn.Linear(FEATURES, 1, device=device())
@@ -118,6 +119,7 @@ class Elsewhere(ZooTask):
         self.future = concurrent.futures.Future()
         self.cache.length = getattr(self.cache, "length", 0) + 1  # type: ignore[attr-defined]
         self.by_name.count()
+        self.generator.spawn(1)
         self.private.count()
         self.config.level += 1
         self.generation.temperature += 1
@@ -134,17 +136,23 @@ class Elsewhere(ZooTask):
 def test_numbers_in_places_of_many_kinds_are_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "zoo_by_name.py").write_text("CALLS = 0\n\n\ndef count():\n    global CALLS\n    CALLS += 1\n")
+    counts = "CALLS = 0\n\n\nclass Calls:\n    def count(self):\n        global CALLS\n        CALLS += 1\n"
+    (tmp_path / "zoo_of_object.py").write_text(f"{counts}\n\ncount = Calls().count\n")
+    imports = "from zoo_of_object import count as also_count\n\n"
+    (tmp_path / "zoo_by_name.py").write_text(
+        f"{imports}{counts}\n\ndef count():\n    also_count()\n    Calls().count()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
     monkeypatch.setattr(Generation, "__module__", "transformers.generation.configuration_utils")
-    monkeypatch.setattr("cluster_ddp.train.saving.MAX_NAMES", 20)
+    monkeypatch.setattr("cluster_ddp.train.saving.MAX_NAMES", 30)
     names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Counter.seen", "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config",
-        "task.day", "task.future", "task.generation", "task.in_slot", "task.other", "task.pace", "task.private",
-        "task.read_only", "task.whole", "task.window", "the settings of torch", "zoo_by_name.CALLS",
+        "task.day", "task.future", "task.generation", "task.generator", "task.in_slot", "task.other", "task.pace",
+        "task.private", "task.read_only", "task.whole", "task.window", "the settings of torch",
+        "zoo_by_name.CALLS", "zoo_of_object.CALLS",
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 from train_ranks import run_ranks
 from zoo_models import CLASSES, FEATURES, device
 from zoo_told import SHORT, told
@@ -82,14 +82,19 @@ class ChangesLate(ZooTask):
         self.is_worse = self.is_frozen = False
         self.memory = Memory()
         self.average: nn.Module | None = None
-        self.steps = self.steps_of_epoch = 0
+        self.steps = self.steps_of_epoch = self.begun = 0
+        self.sizes, self.size = {"first": 128, "then": 256}, 128
+        self.memories = {"first": Memory(), "then": Memory()}
+        self.chosen, self.stages = self.memories["first"], [Memory()]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
         if self.trainer.step == 2:
-            self.bad, self.hard, self.level, self.warm = 1, True, 1, False
+            self.bad, self.hard, self.level, self.warm, self.begun = 1, True, 1, False, np.int64(1)
             self.is_worse = self.is_frozen = True
             self.memory.place = 3
+            self.size, self.chosen = self.sizes["then"], self.memories["then"]
+            self.new_size, self.stages[0].place = self.sizes["then"], 1
             self.average = nn.Linear(FEATURES, CLASSES)
         self.steps += 1
         self.steps_of_epoch = self.steps % 3  # the same in the first two steps, and so loaded correctly then
@@ -103,6 +108,9 @@ class ChangesLate(ZooTask):
             "stage": int(self.is_frozen),
             "average": average,
             "steps": self.steps,
+            "epoch": self.steps // 3,
+            "sizes": self.sizes,
+            "names": list(self.sizes),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,9 +123,13 @@ class ChangesLate(ZooTask):
 
 
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told(ChangesLate, tmp_path, capfd) == ["task.hard", "task.level", "task.steps_of_epoch"]
+    monkeypatch.setattr("cluster_ddp.train.saving.MAX_NAMES", 10)
+    assert told(ChangesLate, tmp_path, capfd) == [
+        "task.begun", "task.chosen", "task.hard", "task.level", "task.new_size", "task.size", "task.stages",
+        "task.steps_of_epoch",
+    ]  # fmt: skip
 
 
 class Plays(ZooTask):
@@ -277,11 +289,19 @@ def test_a_check_leaves_the_objects_of_the_task_as_they_are(tmp_path: Path) -> N
 
 
 class SumsUp(ZooTask):
-    """Its next step uses up what its evaluation has left."""
+    """Its next step uses up what its evaluation has left, which adds noise to samples as well."""
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
-        self.sum, self.level = 0.0, 1.0
+        self.sum, self.level, self.noise = 0.0, 1.0, 0
+
+    def train_data(self) -> Dataset[Any]:
+        self.noisier = Noisier()
+        return self.noisier
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = default_collate(items)
+        return inputs + self.noise, labels
 
     def eval_data(self) -> Dataset[Any]:
         return TensorDataset(*samples())
@@ -290,6 +310,7 @@ class SumsUp(ZooTask):
         inputs, labels = batch
         losses = F.cross_entropy(model(inputs), labels, reduction="none")
         self.sum += float(losses.sum())
+        self.noisier.level = self.noise = 1
         return {"loss": losses}
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -305,7 +326,7 @@ class SumsUp(ZooTask):
 
 
 def test_what_an_evaluation_leaves_for_the_next_step_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert told(SumsUp, tmp_path, capfd, evaluate_every=2) == ["task.sum"]
+    assert told(SumsUp, tmp_path, capfd, evaluate_every=2) == ["task.noise", "task.noisier", "task.sum"]
 
 
 class Noisier(Dataset[Any]):

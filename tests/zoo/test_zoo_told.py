@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 from zoo_awkward import COUNTED
-from zoo_models import FEATURES
+from zoo_models import CLASSES, FEATURES
 from zoo_optimizers import OPTIMIZERS
 from zoo_training import Case, Crash, ZooTask, job_of, judge
 
@@ -54,6 +54,21 @@ class Forgets(CountsLabels):
 
     def load_state_dict(self, state: Any) -> None:
         pass
+
+
+class ForgetsTensor(ZooTask):
+    """Does not take a tensor back, of which each step makes a new one."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.mean = torch.zeros(CLASSES)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.mean = self.mean * 0.9 + 0.1
+        return super().loss(model, batch) * self.mean.sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
 
 
 class Counts(ZooTask):
@@ -341,6 +356,7 @@ def test_state_of_the_task_comes_back_with_its_types(tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path, CountsLabels)) == "exact"
 
 
-def test_a_task_that_does_not_take_its_state_back_is_refused(tmp_path: Path) -> None:
-    verdict = judge(Case(), tmp_path, Forgets)
+@pytest.mark.parametrize("kind", [Forgets, ForgetsTensor])
+def test_a_task_that_does_not_take_its_state_back_is_refused(kind: type[ZooTask], tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path, kind)
     assert verdict.refused_at == 2 and "load_state_dict() of the task" in (verdict.refused or ""), verdict

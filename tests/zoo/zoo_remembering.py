@@ -100,22 +100,24 @@ class OnlyWrites(SGD):
 
 
 class RemembersLate(SGD):
-    """Its updates depend on an attribute that changes once, in the fifth; how many there were is in the group."""
+    """Its updates depend on an attribute, called as what a GradScaler sets, that changes once, in the fifth.
+
+    How many there were is in the group.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, lr=lr)
-        self.late = 0
+        self.grad_scale = 0
         self.param_groups[0]["updates"] = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
         group["updates"] += 1
-        self.late += group["updates"] == 5
+        self.grad_scale += group["updates"] == 5
         for parameter in group["params"]:
             if parameter.grad is not None:  # as that of a layer that is frozen
-                parameter.grad *= 1 + self.late
-        super().step()
+                parameter.add_(parameter.grad, alpha=-group["lr"] * (1 + self.grad_scale))
 
 
 class Caches(SGD):

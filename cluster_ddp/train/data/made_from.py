@@ -301,8 +301,9 @@ class Source:
 
 
 def code_of_steps(task: object, model: nn.Module | None) -> Source:
-    """The code of steps, without what only reads samples."""
-    return Source([getattr(task, "loss", None), model], set(), set(), writes=True, called={"__call__", "forward"})
+    """The code of steps and evaluations, without what only reads samples."""
+    methods = [getattr(task, name, None) for name in ("loss", "evaluate")]
+    return Source([*methods, model], set(), set(), writes=True, called={"__call__", "forward"})
 
 
 def _function_of(part: Any) -> Any:

@@ -57,10 +57,13 @@ class Holders:
         return found
 
     def _holder(self, name: str) -> Any:
-        """The task, the model, or the object or dict in them, that has the attribute or element of this name."""
+        """The task, the model, or the object, dict or list in them, that has the attribute or element of this name."""
         first, *path, _ = name.split(".")
         holder = {"task": self._task, "model": self._model}[first]
         for part in path:
+            if isinstance(holder, list):
+                holder = holder[int(part)]
+                continue
             place = _attributes_of(holder)
             holder = place[part] if part in place else place["_modules"][part]
         return holder

@@ -85,12 +85,24 @@ class Lookup:
         number: int | None
         if not is_common(value):
             found = (place for form in forms_of(value) for place in self._saved.places_of(form))
+            found = (place for place in found if self._may_be_kept(name, place))
             places, number = (place for place in found if self._is_as_precise(name, place)), None
         else:
             alike = ((place, leaf) for place, leaf in self._changed.items() if is_common(leaf) and value == leaf)
             following = [place for place, leaf in alike if self._follows(name, place, leaf)]
             places, number = iter(following), len(following)
         return any(self._was_there(name, place) and not self._is_taken(place, name, number) for place in places)
+
+    def _may_be_kept(self, name: str, place: str) -> bool:
+        """By a place that has not changed only what has not either, or is new and an element or called the same."""
+        if place in self._changed or self._then is None:
+            return True
+        before = self._then[0]
+        if before.first_alias(name) is not None:
+            return False
+        if (mark := before.mark(name)) is None:
+            return is_element(name) or last_part(place) == last_part(name)
+        return bool(mark == self._now.mark(name))
 
     def _was_there(self, name: str, place: str) -> bool:
         if self._then is None or name not in self._then[0].leaves or is_element(name):

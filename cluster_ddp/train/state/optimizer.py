@@ -75,7 +75,8 @@ class OptimizerState:
             or type(optimizer).load_state_dict is not Optimizer.load_state_dict
             or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
         )
-        self._plain = PlainAttributes(optimizer, NOT_STATE_OF_OPTIMIZERS)
+        # A scale that is a number is the optimizer's own: that of a GradScaler is a tensor.
+        self._plain = PlainAttributes(optimizer, NOT_STATE_OF_OPTIMIZERS - {"grad_scale"})
         self._seen: Attributes | None = None
         self._unread: set[str] = set()
         self.groups = FirstGroups(optimizer)

@@ -26,6 +26,12 @@ def place_of_generator(generator: Any) -> Any:
     return Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
 
 
+def number_of_children(generator: Any) -> int:
+    """How many generators one of NumPy's has spawned, on which the next ones depend, however it is seeded."""
+    bits = getattr(generator, "bit_generator", generator)
+    return int(getattr(getattr(bits, "seed_seq", None), "n_children_spawned", 0))
+
+
 def is_iterator(value: Any) -> bool:
     """Whether it is one of Python's own iterators, other than a file."""
     of_python = type(value).__module__.partition(".")[0] in sys.stdlib_module_names

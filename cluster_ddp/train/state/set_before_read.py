@@ -125,7 +125,7 @@ def _parsed(source: str) -> ast.Module:
 
 def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool) -> Iterator[bool]:
     """For each use of a name, whether it sets something there, or fails where there is nothing; see above."""
-    parents = {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
+    parents = _parents_in(tree)
     places: dict[ast.AST, set[str]] = collections.defaultdict(set)  # that functions set
     for node in parents:
         if isinstance(node, ast.Constant) and node.value == name:
@@ -143,6 +143,20 @@ def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool)
             yield not (is_load and (may_be_nothing or _is_caught(node, parents)))
     for function, places_there in places.items():
         yield all(first_way(getattr(function, "body", []), place) != READS for place in places_there)
+
+
+def is_caught(name: str) -> bool:
+    """Whether the program catches that ``self`` has no attribute of this name."""
+    return any(
+        isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{name}" and _is_caught(node, parents)
+        for parents in map(_parents_in, trees_with(name))
+        for node in parents
+        if isinstance(getattr(node, "ctx", None), ast.Load)
+    )
+
+
+def _parents_in(tree: ast.Module) -> dict[ast.AST, ast.AST]:
+    return {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
 
 
 def _function_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:

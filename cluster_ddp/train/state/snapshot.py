@@ -46,7 +46,14 @@ from cluster_ddp.train.state.kinds import (
     kind_of,
     may_take_turns,
 )
-from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator, place_of_tensor
+from cluster_ddp.train.state.places import (
+    is_iterator,
+    number_of_children,
+    place_in_file,
+    place_of,
+    place_of_generator,
+    place_of_tensor,
+)
 from cluster_ddp.train.state.surroundings import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
@@ -187,6 +194,7 @@ class Snapshot:
         elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
             is_seeded = self._seeded is None or value in self._seeded
             self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)
+            self.leaves[f"{name}, its children"] = number_of_children(value)
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
         elif isinstance(value, memoryview):

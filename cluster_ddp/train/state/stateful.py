@@ -12,6 +12,7 @@ from torch import Tensor
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.comparing import equal_bits
+from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.packing import Packer, comparable
 
 
@@ -71,5 +72,10 @@ def are_alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
-    packed = {str(key): Packer({}).pack(value, "task") for key, value in state.items()}
-    return {key: json.dumps(comparable(value), sort_keys=True) for key, value in packed.items()}
+    return {str(key): _as_text(value) for key, value in state.items()}
+
+
+def _as_text(value: Any) -> str:
+    tensors = dict[str, Tensor]()
+    packed = comparable(Packer(tensors).pack(value, "task"))
+    return json.dumps([packed, contents(tensors.items())], sort_keys=True)

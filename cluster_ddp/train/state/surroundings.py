@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import sys
@@ -124,10 +125,9 @@ def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:
         done.add(name)
         yield (module := sys.modules[name])
         for value in filter(can_be_seen, list(vars(module).values())):
-            if isinstance(value, ModuleType):
-                names[value.__name__] = None
-            elif isinstance(value, (type, FunctionType)):
-                names[str(value.__module__)] = None
+            with contextlib.suppress(Exception):  # what answers for something else may fail to
+                # An object has that of its class, and a method that of its function.
+                names[str(value.__name__ if isinstance(value, ModuleType) else value.__module__)] = None
 
 
 def _is_variable(name: str, value: Any) -> bool:

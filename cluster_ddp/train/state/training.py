@@ -287,7 +287,8 @@ class State:
             f"{name}.{key}": value for name, module in modules.items() for key, value in of_module(module).items()
         }
         # A replaced module has a different id; self._modules keeps the originals alive.
-        holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
+        layers = self._model.named_modules()
+        holders["the model's layers"] = {name: (id(module), type(module).__qualname__) for name, module in layers}
         for name, weight in self._model_state.parameters.items():
             if hooks := hooks_of_tensor(weight):
                 holders[f"model.{name}, its hooks"] = hooks
@@ -299,6 +300,7 @@ class State:
             own = dict(inner_parts(self._also))  # also in slots
             parts = {**enclosing_methods(self._also), **own}
             holders |= {f"task.{key}": value for key, value in parts.items()}
+            holders["task.__class__"] = type(self._also)
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
             holders |= hooks_of_all()

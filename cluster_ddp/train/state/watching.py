@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.attributes import Attributes, last_part
 from cluster_ddp.train.state.claims import Claims
 from cluster_ddp.train.state.coming_back import ComingBack
 from cluster_ddp.train.state.comparing import other_forms
@@ -19,7 +19,7 @@ from cluster_ddp.train.state.lookup import Lookup
 from cluster_ddp.train.state.only_written import is_asked_for
 from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
-from cluster_ddp.train.state.set_before_read import is_length_of, is_within, set_before_read
+from cluster_ddp.train.state.set_before_read import is_caught, is_length_of, is_within, set_before_read
 from cluster_ddp.train.state.snapshot import GRADIENT
 from cluster_ddp.train.task import Task
 
@@ -79,6 +79,7 @@ class Watch:
         self._noted: Attributes | None = None
         self._changes: list[list[str]] = []  # from each of the looks to what was noted
         self._told: set[str] = set()  # what was found to be unsaved so far
+        self._tried: set[str] = set()  # of what the state has, what was tried to be loaded, or is called the same there
         self._set_before_read: set[str] = set()  # what each step sets before it reads it
         self._gradients = LeftGradients()
         self._claims = Claims()
@@ -204,6 +205,7 @@ class Watch:
 
         changed = absent(tested, compared.now.saved)
         kept = set(tested).difference(changed)
+        by_chance = self._in_state_by_chance(kept - comes_back, was, compared) if compared.may_load else set[str]()
         derived = self._derived(comes_back.intersection(changed), was, now) if compared.may_load else set[str]()
         changed = [name for name in changed if name not in comes_back or name in derived]
         if changed:  # rarely, as tensors are copied from the GPU for it
@@ -215,12 +217,31 @@ class Watch:
         unread = self._holders.unread(changed, now)
         changed = [name for name in changed if name not in unread]
         told = {name: gradients_in(at) if name.endswith(GRADIENT) else at for name, at in holders.items()}
-        if compared.may_load and (new := [name for name in changed if told[name] not in self._told]):
-            made = back.made_by_loading(new, was.found, now, self._states)
+        if compared.may_load and (new := {name for name in changed if told[name] not in self._told}):
+            made = self._made_by_loading(new, was, compared)
             changed = [name for name in changed if name not in made]
-            # Loading may have left something in objects of libraries, such as a GradScaler's first scale.
-            self._looks = [_Look(self._attributes(), compared.now.saved)]
-        return {holders[name] for name in lost} | {told[name] for name in changed}, kept
+        return {holders[name] for name in lost | by_chance} | {told[name] for name in changed}, kept
+
+    def _in_state_by_chance(self, kept: set[str], was: _Look, compared: _Comparison) -> set[str]:
+        """Of what the state has under another name only, what load_state_dict() does not put back; it is tried once."""
+        now, tried = compared.now.found, kept - self._tried
+        self._tried |= tried & was.found.leaves.keys()
+        other = {name for name in tried if self._is_called_otherwise(name, compared.now)} & was.found.leaves.keys()
+        other -= self._holders.unread(other, now)
+        return other - self._made_by_loading(other, was, compared) if other else set[str]()
+
+    def _is_called_otherwise(self, name: str, now: _Look) -> bool:
+        """Whether the state has the value of an attribute, a number or a word, only under another name."""
+        if not is_value(now.found.leaves.get(name)) or self._holders.is_of_extra_state(name):
+            return False
+        names = map(last_part, now.saved.by_mark.get(now.found.mark(name), ()))
+        return last_part(name) not in names and self._holders.place(name) is not None
+
+    def _made_by_loading(self, names: set[str], was: _Look, compared: _Comparison) -> set[str]:
+        made = self.coming_back.made_by_loading(names, was.found, compared.now.found, self._states)
+        # Loading may have left something in objects of libraries, such as a GradScaler's first scale.
+        self._looks = [_Look(self._attributes(), compared.now.saved)]
+        return made
 
     def _derived(self, names: set[str], was: _Look, now: Attributes) -> set[str]:
         """What loading has derived from other values, and may later no longer be what it would derive."""
@@ -237,7 +258,8 @@ class Watch:
         new -= {now.holders.get(name) for name in changed}
         new -= {f"task.{key}" for key in self.coming_back.first_names}
         found = {holder for holder in new if now.refers_to_known(holder)}
-        return {name for name in found if not is_asked_for(type(self._task), name.removeprefix("task."))}
+        keys = {name: name.removeprefix("task.") for name in found}
+        return {name for name, key in keys.items() if not (is_asked_for(type(self._task), key) or is_caught(key))}
 
 
 def _bytes_of(saved: Attributes) -> int:
