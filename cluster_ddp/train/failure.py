@@ -88,7 +88,7 @@ def _earlier_failure(error: BaseException, world: World, writer: EventWriter | N
     """Return how another rank failed before, if this error is only a consequence of that; None if this rank was first.
 
     The store that the ranks met through records who was first. A store that is not hosted by torchrun's agent is gone
-    once rank 0 is; then the error that rank 0 recorded shows whether this is the same failure.
+    once rank 0 is; then rank 0 was first if it has recorded an error, whatever has failed here.
     """
     if not dist.is_initialized():
         return None
@@ -101,15 +101,15 @@ def _earlier_failure(error: BaseException, world: World, writer: EventWriter | N
     except RuntimeError:  # the connection is gone
         if world.rank == 0:
             return None
-        if writer is not None and _rank_0_has_recorded(explain(error), writer.run, attempt):
+        if writer is not None and _rank_0_has_recorded(writer.run, attempt):
             return "rank 0 failed"
         is_echo = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         return "rank 0 failed or was killed" if is_echo else None
 
 
-def _rank_0_has_recorded(text: str, run: RunDirectory, attempt: int) -> bool:
+def _rank_0_has_recorded(run: RunDirectory, attempt: int) -> bool:
     return any(
-        (event["event"], event["attempt"], event.get("rank"), event.get("error")) == (events.FAILED, attempt, 0, text)
+        (event["event"], event["attempt"], event.get("rank")) == (events.FAILED, attempt, 0)
         for event in read_events(run)
     )
 

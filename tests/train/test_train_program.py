@@ -286,6 +286,20 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
             "starting",
             "no trainable parameter",
         ),
+        (
+            """
+            def model(self):
+                import os, time
+                if os.environ["RANK"] == "1":
+                    zero = int(os.environ["RANK_0"])
+                    while os.path.exists(f"/proc/{zero}") and open(f"/proc/{zero}/stat").read().split()[2] != "Z":
+                        time.sleep(0.05)
+                raise KeyError("missing part " + os.environ["RANK"])
+            """,
+            {},
+            "starting",
+            "missing part",
+        ),
         ("", {"train": {"global_batch": 70}}, "starting", "64 samples, less than one global batch of 70"),
         ("", {"train": {"global_batch": 7}}, "starting", "cannot be divided among 2 ranks"),
         ("", {"checkpoint": {"keep_best": {"metric": "val/f1"}}}, "starting", "keep_best.metric: there is no val/f1"),
@@ -301,6 +315,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
         "metric-evaluated",
         "rank 1 half a second later",
         "rank 1 when rank 0 is gone",
+        "rank 1 of something else when rank 0 is gone",
         "short",
         "indivisible",
         "metric",

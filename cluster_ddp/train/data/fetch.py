@@ -119,21 +119,16 @@ class Fetcher(SeededReads):
         there = in_copy_of_worker(lambda: self._after_others(epoch, indices))
         self._untouched, self._length = copied(self._data), length_of(self._data)
         numbers: list[Numbers] = []
-        places = range(self._length) if self._positions is None else self._positions.tolist()
-        ends = np.array([*places[:_FEW], *places[-_FEW:]], dtype=np.int64)
 
         def read() -> int:
             seen = fingerprint(self._read(epoch, indices))
             self._own = self._held_generators()  # collate() may make one when it is called, as collators with a seed do
-            numbers.append(self._numbers())
+            numbers.append(Numbers(self._data, getattr(self._collate, "__self__", None)))
             return seen
 
         found = settled(read)
         if found is not None:
-            for _ in range(2):  # where sets count their passes
-                self._look(ends)
-                numbers.append(self._numbers())
-            warn_of_counts(self._data, numbers[-4:-2], numbers[-2:])
+            warn_of_counts(self._data, *numbers[-2:])
             self._refuse_workers_own(epoch, indices, found)
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other, there)
@@ -153,9 +148,6 @@ class Fetcher(SeededReads):
             "random or NumPy, which are seeded for each sample, or keep the generator as an attribute of the data set: "
             "it is seeded too; draw before work is handed to threads"
         )
-
-    def _numbers(self) -> Numbers:
-        return Numbers(self._data, getattr(self._collate, "__self__", None))
 
     def _refuse_workers_own(self, epoch: int, indices: Indices, here: int) -> None:
         """Raise a `DataError` if samples depend on which worker reads them, because a resume uses another one."""

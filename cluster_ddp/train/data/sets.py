@@ -113,11 +113,10 @@ def _mark_of_numbers(value: Any) -> Any:
     return None
 
 
-def warn_of_counts(data: object, *readings: Sequence[Numbers]) -> None:
-    """Warn of numbers that were changed by reading the same samples of a training set again: before and after that."""
+def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:
+    """Warn of numbers that were changed by reading the same samples of a training set again."""
     worker = get_worker_info()
-    names = sorted({name for before, after in readings for name in before.changed(after)})
-    if names and find_world().is_main and (worker is None or worker.id == 0):
+    if (names := before.changed(after)) and find_world().is_main and (worker is None or worker.id == 0):
         say(
             f"cluster_ddp: reading the training set ({type(data).__name__}) changes {', '.join(names)}, "
             "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. If it is "
