@@ -105,6 +105,29 @@ def test_what_a_stream_itself_changes_is_not_told(tmp_path: Path) -> None:
     assert resumed(lambda _: Passed(), "", 0, tmp_path) == ([], [[], [], []])
 
 
+class Shared(Stream):
+    """Has its epoch in memory that the workers share, as the streams of Hugging Face's datasets do."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.epoch = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch += epoch - self.epoch
+
+    def __iter__(self) -> Any:
+        return map(self.data.__getitem__, np.random.default_rng(int(self.epoch)).permutation(len(self)))
+
+
+class InWorkers(Counting):
+    def train_data(self) -> Dataset[Any]:
+        return Shared(super().train_data())
+
+
+def test_the_epoch_that_a_stream_shares_with_its_workers_is_not_told(tmp_path: Path) -> None:
+    assert resumed(lambda _: InWorkers(), "", 2, tmp_path) == ([], [[], [], []])
+
+
 class Chosen(Stream):
     """Leaves out what has been seen with the first label."""
 

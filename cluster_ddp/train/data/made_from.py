@@ -260,7 +260,8 @@ class Source:
                     seen.add(id(value))
                     yield name, value
                     with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
-                        inner += self._parts(name, value)
+                        epoch = _set_by_epoch(value) if value is self._source else ()
+                        inner += [(key, part) for key, part in self._parts(name, value) if key not in epoch]
             level = inner
 
     def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -298,6 +299,15 @@ class Source:
         for key, part in list(held.items()):
             if key in self._names or key in self._called:
                 yield f"{name}.{key}", _function_of(part)
+
+
+def _set_by_epoch(data: Any) -> set[str]:
+    """What ``set_epoch()`` of an iterable data set sets, which is called before each pass, also after a resume."""
+    if not isinstance(data, torch.utils.data.IterableDataset):
+        return set()
+    codes = codes_of(getattr(data, "set_epoch", None))
+    instructions = (instruction for code in codes for instruction in dis.get_instructions(code))
+    return {f"{type(data).__name__}.{found.argval}" for found in instructions if found.opname == "STORE_ATTR"}
 
 
 def code_of_steps(task: object, model: nn.Module | None) -> Source:
