@@ -332,7 +332,12 @@ class Recomputes(ZooTask):
     """Its model has attributes that each forward pass sets before it reads them, and one that it does not."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(Augmentation(), nn.utils.spectral_norm(nn.Linear(FEATURES, 3)), Metric())
+        return nn.Sequential(
+            Augmentation(),
+            nn.utils.spectral_norm(nn.Linear(FEATURES, 16)),
+            nn.utils.weight_norm(nn.Linear(16, 3)),
+            Metric(),
+        )
 
 
 def test_what_each_forward_pass_makes_anew_is_not_told(

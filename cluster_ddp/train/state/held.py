@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 from torch.distributions.utils import lazy_property
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -110,7 +111,7 @@ def recomputed(value: object) -> set[str]:
         if issubclass(kind, Distribution):
             names.update(key for key, part in vars(kind).items() if isinstance(part, lazy_property))
     for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
-        if isinstance(hook, SpectralNorm):
+        if isinstance(hook, (SpectralNorm, WeightNorm)):
             names.add(hook.name)
         elif isinstance(hook, BasePruningMethod):
             names.add(hook._tensor_name)
