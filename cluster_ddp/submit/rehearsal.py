@@ -12,7 +12,7 @@ from typing import TextIO
 
 from cluster_ddp.checkpoint.compare import Comparison, compare
 from cluster_ddp.checkpoint.verify import newest_intact, run_id_of
-from cluster_ddp.exit_statuses import RUN_FAILED
+from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
@@ -29,6 +29,12 @@ class RehearsalFailed(ClusterDDPError):
     """A part of the rehearsal did not get to its end, so there is nothing to compare."""
 
     exit_status = RUN_FAILED
+
+
+class RehearsalStopped(ClusterDDPError):
+    """A person stopped the rehearsal."""
+
+    exit_status = RUN_STOPPED
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class Rehearsal:
         Raises
         ------
         RehearsalFailed
-            A part failed or was stopped, does not save by this package, or has too few steps.
+            A part failed, does not save by this package, or has too few steps.
+        RehearsalStopped
+            A person stopped it.
         CheckpointError
             A part has no intact checkpoint of its last step.
         """
@@ -159,7 +167,7 @@ class Rehearsal:
         """A part, unless it did not end as it should."""
         if status.state is RunState.STOPPED and (status.step or 0) < wanted:
             self._remove()
-            raise RehearsalFailed(f"the rehearsal was stopped in step {status.step or 0}; nothing of it is kept")
+            raise RehearsalStopped(f"the rehearsal was stopped in step {status.step or 0}; nothing of it is kept")
         if status.state not in (RunState.STOPPED, RunState.COMPLETED):
             reason = f": {status.reason}" if status.reason else ""
             raise RehearsalFailed(

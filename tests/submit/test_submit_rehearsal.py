@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,21 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 
 
-def rehearse(folder: Path, job: str, *options: str, light: bool = False) -> subprocess.CompletedProcess[str]:
-    """Rehearse a job in a folder, from which nothing is left if it is exact."""
+def start(folder: Path, job: str, *options: str, light: bool = False) -> subprocess.Popen[str]:
+    """Start to rehearse a job in a folder."""
     (folder / "job.yaml").write_text(f"name: rehearsed\nruns_dir: {folder / 'runs'}\n{job}")
     environment = os.environ | {"PYTHONPATH": LIGHT_AGENT if light else str(PROJECT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cluster_ddp", "rehearse", "job.yaml", "--gpus", "none", *options]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def rehearse(folder: Path, job: str, *options: str, light: bool = False) -> subprocess.CompletedProcess[str]:
+    """Rehearse a job in a folder, from which nothing is left if it is exact."""
+    with start(folder, job, *options, light=light) as started:
+        stdout, stderr = started.communicate(timeout=300)
+    return subprocess.CompletedProcess(started.args, started.returncode, stdout, stderr)
 
 
 def test_a_loop_that_resumes_exactly_on_two_ranks_is_called_exact(tmp_path: Path) -> None:
@@ -75,6 +83,18 @@ def test_a_part_that_fails_says_where_its_output_is(tmp_path: Path) -> None:
     assert "this part of the rehearsal ended as FAILED" in done.stderr
     assert "no data" in done.stderr
     assert f"cluster-ddp logs {tmp_path / 'runs' / 'rehearsal-'}" in done.stderr
+
+
+def test_a_rehearsal_that_a_person_stops_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("import time\nprint('trains', flush=True)\ntime.sleep(200)\n")
+    with start(tmp_path, "script: long.py\n", light=True) as started:
+        assert started.stdout is not None
+        assert next(line for line in started.stdout if "trains" in line)
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=100)
+    assert started.returncode == 5
+    assert "the rehearsal was stopped in step 0; nothing of it is kept" in errors
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_stop_after_the_last_step_is_refused(tmp_path: Path) -> None:
