@@ -279,9 +279,9 @@ class Saving:
             self.warn(
                 f"training changes {listed(names, MAX_NAMES)}, which no checkpoint contains: a resume is exact only if "
                 "no step depends on what an earlier one left there. Nothing has to be done if each step sets it before "
-                "reading it, if it is made again when it is missing, or if it is only printed or logged. "
-                "Otherwise make it a buffer of the model, or include it in the state_dict() of the task, of the "
-                "optimizer, or of something else that is passed in"
+                "reading it, if it is made again when it is missing, or if it is only printed or logged: "
+                "`cluster-ddp rehearse` shows whether a resume is exact. Otherwise make it a buffer of the model, or "
+                "include it in the state_dict() of the task, of the optimizer, or of something else that is passed in"
             )
 
     def note_restored(self) -> None:
