@@ -307,10 +307,13 @@ def record(*_: Any) -> None:
 class Augmentation(nn.Module):
     """As those of kornia, which keep what they drew last; and a count, which decides what they do."""
 
+    input_dtype: torch.dtype | None = None
+
     def forward(self, inputs: Any) -> Any:
         if not hasattr(self, "_output_capturing_hooks_installed"):
             self.register_forward_hook(record)
             self._output_capturing_hooks_installed = True
+        self.input_dtype = inputs.dtype
         self._params = {"noise": torch.randn(())}
         self.count = getattr(self, "count", 0) + 1
         return inputs + self._params["noise"] / self.count
@@ -328,6 +331,16 @@ class Metric(nn.Module):
         return inputs
 
 
+class Miner(nn.Module):
+    """As those of pytorch-metric-learning, which count the pairs of each batch."""
+
+    num_pairs = 0
+
+    def forward(self, inputs: Any) -> Any:
+        self.num_pairs = int((inputs > 0).sum())
+        return inputs
+
+
 class Recomputes(ZooTask):
     """Its model has attributes that each forward pass sets before it reads them, and one that it does not."""
 
@@ -337,6 +350,7 @@ class Recomputes(ZooTask):
             nn.utils.spectral_norm(nn.Linear(FEATURES, 16)),
             nn.utils.weight_norm(nn.Linear(16, 3)),
             Metric(),
+            Miner(),
         )
 
 
@@ -345,6 +359,7 @@ def test_what_each_forward_pass_makes_anew_is_not_told(
 ) -> None:
     monkeypatch.setattr(Augmentation, "__module__", "kornia.augmentation.base")
     monkeypatch.setattr(Metric, "__module__", "torchmetrics.metric")
+    monkeypatch.setattr(Miner, "__module__", "pytorch_metric_learning.miners.base_miner")
     monkeypatch.setattr(record, "__module__", "transformers.utils.output_capturing")
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, Recomputes)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]

@@ -25,18 +25,19 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {
 }  # fmt: skip
 _MARKS_OF_DYNAMO = ("_dynamo", "_torchdynamo")
 _MARKS_OF_TENSORS = ("_is_buffer", "_is_param")  # by nn.Buffer, and for parameters of other classes
-# By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
-# results, the decay of diffusers' averages, what a metric of torchmetrics has computed since it was updated, which
-# metrics of a collection share their states, or the kind of loss that a model of transformers finds from its first
-# labels. And what is for readers of a saved model only: sentence-transformers' model card, and what save_pretrained()
-# of transformers notes in the model's settings.
+# By package: attributes that objects recompute whenever they need them, such as kornia's last random draw, its results
+# and the type of its input, the decay of diffusers' averages, what a metric of torchmetrics has computed since it was
+# updated, which metrics of a collection share their states, what pytorch-metric-learning counts in each batch, or the
+# kind of loss that a model of transformers finds from its first labels. And what is for readers of a saved model only:
+# sentence-transformers' model card, and what save_pretrained() of transformers notes in the model's settings.
 _RECOMPUTED = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
-        "_transform_matrix_params_snapshot", "_output_image", "transform_op",
+        "_transform_matrix_params_snapshot", "_output_image", "transform_op", "input_dtype",
     },
     "diffusers": {"cur_decay_value"},
     "torchmetrics": {"_computed", "_forward_cache", "_groups", "_groups_checked", "_state_is_copy"},
+    "pytorch_metric_learning": {"divisor", "num_pairs", "num_pos_pairs", "num_neg_pairs", "num_triplets"},
     "gpytorch": {"_memoize_cache"},
     "linear_operator": {"_memoize_cache"},
     "omegaconf": {"_flags_cache"},
