@@ -9,4 +9,5 @@ watching, attributes, snapshot, contents, lookup, claims   what training changes
 coming_back, left_gradients, holders   of that, what loading gives back, and gradients that a step leaves to the next
 held, surroundings, kinds, places   where that may be, and what single values there tell
 only_written, position_tables, set_before_read, unread   what cannot matter to a resume, although it changes
+syntax, liveness   read the source, for these two and for own/watch/
 """

@@ -13,23 +13,22 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
 from cluster_ddp.train.inner_parts import CONTAINERS
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same
+from cluster_ddp.train.state.liveness import is_read_first, own_parts
 from cluster_ddp.train.state.snapshot import LENGTH
 from cluster_ddp.train.state.surroundings import is_of_user
+from cluster_ddp.train.state.syntax import SCOPES
 
 _CONTAINERS = (dict, collections.OrderedDict, list)
 _FILLING = {"append", "clear", "__setitem__"}  # methods that read nothing
 _MISSING = re.compile(r"\b(Attribute|Key|Index|Lookup|Base)?(Error|Exception)\b|suppress")
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PLACES = (ast.Attribute, ast.Subscript)
-_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-READS, SETS = "reads", "sets"
 
 
 def set_before_read(changed: Collection[str], before: Attributes, first: Attributes, second: Attributes) -> set[str]:
@@ -142,7 +141,7 @@ def _uses(tree: ast.Module, name: str, *, is_container: bool, may_be_none: bool)
             may_be_nothing = _may_be_empty(node, parent, is_container) or (may_be_none and _may_be_none(node, parent))
             yield not (is_load and (may_be_nothing or _is_caught(node, parents)))
     for function, places_there in places.items():
-        yield all(first_way(getattr(function, "body", []), place) != READS for place in places_there)
+        yield not any(reads_before_setting(function, place) for place in places_there)
 
 
 def is_caught(name: str) -> bool:
@@ -160,7 +159,7 @@ def _parents_in(tree: ast.Module) -> dict[ast.AST, ast.AST]:
 
 
 def _function_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
-    while node in parents and not isinstance(node, _SCOPES):
+    while node in parents and not isinstance(node, SCOPES):
         node = parents[node]
     return node
 
@@ -192,49 +191,26 @@ def _is_caught(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return False
 
 
-def first_way(statements: Sequence[ast.stmt], place: str) -> str | None:
-    """What statements do first: whether they may read a place before setting it, or set it in any case.
+def reads_before_setting(function: ast.AST, place: str) -> bool:
+    """Whether a function may read an attribute, or an element of a container, before it sets it.
 
     Parameters
     ----------
     place
-        An attribute, or an element of a container, as it is written.
+        The attribute or element, as it is written.
     """
-    for statement in statements:
-        if isinstance(statement, _SCOPES):
-            continue
-        is_block = isinstance(statement, (ast.If, ast.With, ast.For, ast.While))
-        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
-        read = (node for part in (own if is_block else [statement]) for node in ast.walk(part))
-        if any(_is_read(node, place) for node in read):
-            return READS
-        ways = [first_way(getattr(statement, name, []), place) for name in ("body", "orelse")] if is_block else []
-        if READS in ways:
-            return READS
-        if _sets(statement, place) if not is_block else _goes_on_after_setting(statement, ways):
-            return SETS
-    return None
+    statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+    reading: dict[ast.AST, set[str]] = {
+        node: {place} for node in statements for part in own_parts(node) if _reads(part, place)
+    }
+    return bool(is_read_first(getattr(function, "body", []), place, reading, may_skip=True))
+
+
+def _reads(part: ast.AST, place: str) -> bool:
+    return any(_is_read(node, place) for node in ast.walk(part))
 
 
 def _is_read(node: ast.AST, place: str) -> bool:
     if isinstance(node, ast.AugAssign):
         return isinstance(node.target, _PLACES) and ast.unparse(node.target) == place
     return isinstance(node, _PLACES) and isinstance(node.ctx, ast.Load) and ast.unparse(node) == place
-
-
-def _sets(statement: ast.stmt, place: str) -> bool:
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
-        return False
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    parts = (part for target in targets for part in ast.walk(target) if isinstance(part, _PLACES))
-    return any(isinstance(part.ctx, ast.Store) and ast.unparse(part) == place for part in parts)
-
-
-def _goes_on_after_setting(statement: ast.stmt, ways: Sequence[str | None]) -> bool:
-    """Whether a block has set it wherever the next statement is reached; the body of a loop may not be run at all."""
-    if isinstance(statement, ast.With):
-        return ways[0] == SETS and not any("suppress" in ast.unparse(item) for item in statement.items)
-    if not isinstance(statement, ast.If) or not statement.orelse:
-        return False
-    blocks = (statement.body, statement.orelse)
-    return all(way == SETS or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True))

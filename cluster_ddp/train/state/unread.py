@@ -14,12 +14,11 @@ from typing import Any
 from torch import nn
 
 from cluster_ddp.train.state.only_written import codes_of
-from cluster_ddp.train.state.set_before_read import READS, first_way, trees_with
+from cluster_ddp.train.state.set_before_read import reads_before_setting, trees_with
 from cluster_ddp.train.state.surroundings import is_of_user
+from cluster_ddp.train.state.syntax import FUNCTIONS
 from cluster_ddp.train.task import Task
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef)
 _LATER = (ast.Lambda, ast.GeneratorExp)  # what is computed at another time
 _WAITING = (ast.Yield, ast.YieldFrom, ast.Await)
 _OF_ALL = {"vars", "asdict", "astuple"}
@@ -57,7 +56,7 @@ def is_set_first(kind: type, key: str) -> bool:
     nodes = [node for tree in trees_with(key) for node in ast.walk(tree)]
     if any(_may_read_all(node, kind, key) for node in nodes):
         return False
-    functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
+    functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     reads = sum(_is_read(node, key) for node in nodes)
     after_setting = sum(_reads_after_setting(function, key) for function in functions)
     return 0 < reads == after_setting
@@ -107,7 +106,7 @@ def _reads_after_setting(function: ast.FunctionDef | ast.AsyncFunctionDef, key: 
         isinstance(getattr(node, "ctx", None), ast.Store) and ast.unparse(node) in wholes for node in nodes
     )
     waits = any(isinstance(node, _WAITING) for node in nodes)
-    if arguments[0].arg not in wholes or is_rebound or waits or first_way(function.body, f"{owner}.{key}") == READS:
+    if arguments[0].arg not in wholes or is_rebound or waits or reads_before_setting(function, f"{owner}.{key}"):
         return 0
     return len(reads)
 
@@ -125,7 +124,7 @@ def _wholes_of(owner: str) -> Iterator[str]:
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a function, without those of functions and classes inside it."""
     for node in ast.iter_child_nodes(scope):
-        if not isinstance(node, _SCOPES):
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             yield node
             yield from _own_nodes(node)
 

@@ -9,5 +9,5 @@ taking, other_loaders, changed_data      how the loop reads its data
 mode                                     a model left in evaluation mode
 other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize
 saved                                    what is saved, and how to have more saved, for some of these
-syntax, decisive, paths                  read the source of the running functions, for some of these
+bodies, matters                          the source of what runs, and what in it the training depends on, for these
 """

@@ -13,7 +13,9 @@ from torch.utils.data import Dataset
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.values import addresses, has_tensors, tensors_in
-from cluster_ddp.train.own.watch.syntax import Text, assigned, in_running, is_saved, name_of, value_or_none
+from cluster_ddp.train.own.watch.bodies import Text, in_running, value_or_none
+from cluster_ddp.train.own.watch.saved import is_saved
+from cluster_ddp.train.state.syntax import assigned, name_of
 
 
 def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:

@@ -18,7 +18,8 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.order import samplers_in
 from cluster_ddp.train.own.program import is_ours, living
 from cluster_ddp.train.own.values import differing, fingerprint_of
-from cluster_ddp.train.own.watch.syntax import is_own_class, name_of, tree_of_object
+from cluster_ddp.train.own.watch.bodies import is_own_class, tree_of_object
+from cluster_ddp.train.state.syntax import name_of
 
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)

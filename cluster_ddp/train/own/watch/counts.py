@@ -22,33 +22,32 @@ from cluster_ddp.train.own.program import (
     running_variables,
     variables_of,
 )
-from cluster_ddp.train.own.watch.decisive import is_decay, is_decisive, is_rate
-from cluster_ddp.train.own.watch.paths import is_read_first, names_read
-from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
-from cluster_ddp.train.own.watch.syntax import (
+from cluster_ddp.train.own.watch.bodies import (
     Text,
+    in_running,
+    is_early_stopper,
+    is_of_library,
+    tree_of_object,
+    value_of,
+    with_parents,
+)
+from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, is_rate
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored, is_saved
+from cluster_ddp.train.state.liveness import is_read_first, names_read
+from cluster_ddp.train.state.syntax import (
     added_to,
     assigned,
     begins_with_number,
     below,
     counted,
-    feeding_loss,
     holder_of,
-    in_running,
-    is_early_stopper,
     is_gradient,
     is_held,
     is_of_clock,
-    is_of_library,
     is_read,
-    is_restored,
-    is_saved,
     last_part,
     name_of,
     nodes_around,
-    tree_of_object,
-    value_of,
-    with_parents,
 )
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")

@@ -12,24 +12,26 @@ from torch import nn
 
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
-from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
-from cluster_ddp.train.own.watch.syntax import (
-    FUNCTIONS,
-    assigned,
-    begins_with_number,
+from cluster_ddp.train.own.watch.bodies import (
     is_early_stopper,
-    is_held,
-    is_of_clock,
     is_own_class,
-    is_read,
-    name_of,
-    nodes_around,
     program_files,
     read_once,
-    sets_rate,
     source_of,
     tree_of,
     with_parents,
+)
+from cluster_ddp.train.own.watch.matters import sets_rate
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
+from cluster_ddp.train.state.syntax import (
+    FUNCTIONS,
+    assigned,
+    begins_with_number,
+    is_held,
+    is_of_clock,
+    is_read,
+    name_of,
+    nodes_around,
 )
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold

@@ -16,30 +16,30 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import is_ours
-from cluster_ddp.train.own.watch.paths import is_read_first, names_read
-from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
-from cluster_ddp.train.own.watch.syntax import (
+from cluster_ddp.train.own.watch.bodies import (
     Text,
-    added_to,
-    assigned,
-    below,
-    counted,
-    feeding_loss,
     in_running,
-    is_gradient,
-    is_of_clock,
     is_of_library,
-    is_restored,
-    last_part,
-    name_of,
-    nodes_around,
-    sets_rate_of_optimizer,
-    statement_of,
-    taken_from,
     tree_of_object,
     value_of,
     value_or_none,
     with_parents,
+)
+from cluster_ddp.train.own.watch.matters import feeding_loss, sets_rate_of_optimizer
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
+from cluster_ddp.train.state.liveness import is_read_first, names_read
+from cluster_ddp.train.state.syntax import (
+    added_to,
+    assigned,
+    below,
+    counted,
+    is_gradient,
+    is_of_clock,
+    last_part,
+    name_of,
+    nodes_around,
+    statement_of,
+    taken_from,
 )
 
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time

@@ -7,17 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from cluster_ddp.train.own.watch.syntax import (
-    Text,
-    assigned,
-    begins_with_number,
-    below,
-    counted,
-    in_running,
-    is_saved,
-    name_of,
-    value_of,
-)
+from cluster_ddp.train.own.watch.bodies import Text, in_running, value_of
+from cluster_ddp.train.own.watch.saved import is_saved
+from cluster_ddp.train.state.syntax import assigned, begins_with_number, below, counted, name_of
 
 _RANGES = {"range", "trange", "count"}
 _WRAPPERS = {"tqdm", "track"}

@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import living, reachable
+from cluster_ddp.train.own.watch.bodies import is_of_library, tree_of_object
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.own.watch.syntax import added_to, assigned, is_of_library, is_read, taken_from, tree_of_object
+from cluster_ddp.train.state.syntax import added_to, assigned, is_read, taken_from
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 

@@ -1,18 +1,22 @@
-"""Whether the body of a loop uses what an earlier pass left in a variable."""
+"""Liveness: whether statements read a value from before them, as the body of a loop reads what it carries along."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from cluster_ddp.train.own.watch.syntax import SCOPES, added_to, assigned, is_read, name_of
+from cluster_ddp.train.state.syntax import SCOPES, added_to, assigned, is_read, name_of
 
 _Uses = Mapping[ast.AST, set[str]]
+_PLACES = (ast.Name, ast.Attribute, ast.Subscript)
 _BRANCHES = (ast.ExceptHandler, ast.match_case)
+_SKIPPED = (ast.For, ast.While, ast.Try)
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 
 
-def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Container[ast.AST] = ()) -> bool | None:
+def is_read_first(
+    body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Container[ast.AST] = (), *, may_skip: bool = False
+) -> bool | None:
     """Whether some path through these statements reads `name` before setting it; None if every path sets it first.
 
     Parameters
@@ -21,6 +25,8 @@ def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Con
         The statements in which reading counts, and the names that each of them reads.
     certain
         Statements ``if ...:`` that are taken to set what one of their branches sets.
+    may_skip
+        Whether a loop within may have nothing to go over, and a ``try`` fail before it sets it.
     """
     for statement in body:
         if isinstance(statement, SCOPES):
@@ -32,14 +38,14 @@ def is_read_first(body: Sequence[ast.stmt], name: str, uses: _Uses, certain: Con
             return None
         blocks = [block for part in ("body", "orelse", "finalbody") if (block := getattr(statement, part, []))]
         blocks += [part.body for part in ast.iter_child_nodes(statement) if isinstance(part, _BRANCHES)]
-        ways = [is_read_first(block, name, uses, certain) for block in blocks]
+        ways = [is_read_first(block, name, uses, certain, may_skip=may_skip) for block in blocks]
         if True in ways:
             return True
         if statement in certain:
             if None in ways:
                 return None
-        elif isinstance(statement, (ast.With, ast.For, ast.While, ast.Try)):
-            if None in ways[:1]:
+        elif isinstance(statement, ast.With) or (isinstance(statement, _SKIPPED) and not may_skip):
+            if None in ways[:1] and not any("suppress" in ast.unparse(part) for part in own):
                 return None
         elif isinstance(statement, ast.Match) or (isinstance(statement, ast.If) and statement.orelse):
             is_over = [way is None or isinstance(block[-1], _LEAVING) for way, block in zip(ways, blocks, strict=True)]
@@ -79,5 +85,6 @@ def _read_by(node: ast.AST) -> set[str]:
 
 def _stored(part: ast.AST) -> set[str]:
     """What a part of a statement sets, or fills item by item, as in ``rewards[step] = reward``."""
-    found = {name for node in ast.walk(part) if (name := name_of(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
+    places = (node for node in ast.walk(part) if isinstance(node, _PLACES) and isinstance(node.ctx, ast.Store))
+    found = {name_of(node) or ast.unparse(node) for node in places}
     return found | added_to(part) if isinstance(part, ast.Assign) else found
