@@ -355,9 +355,13 @@ def remembers_what_it_gave() -> Callable[[int], float]:
 def test_a_schedule_that_counts_its_own_calls_is_told(make: Any, name: str | None) -> None:
     """Long before the scheduler is stepped, also where it is inside another."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    scheduler = SequentialLR(optimizer, [ConstantLR(optimizer), LambdaLR(optimizer, make())], milestones=[2])
+    schedule = LambdaLR(optimizer, make())
+    inside = SequentialLR(optimizer, [ConstantLR(optimizer), schedule], milestones=[2])
     messages: list[str] = []
-    list(watch_schedules(Saved([scheduler]), messages.append))
+    list(watch_schedules(Saved([inside]), messages.append))
+    alone: list[str] = []
+    list(watch_schedules(Saved([schedule]), alone.append))
+    assert alone == messages
     if name is None:
         assert messages == []
         return

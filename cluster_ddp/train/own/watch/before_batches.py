@@ -14,7 +14,7 @@ from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.values import addresses, has_tensors, tensors_in
 from cluster_ddp.train.own.watch.bodies import Text, in_running, value_or_none
-from cluster_ddp.train.own.watch.saved import is_saved
+from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import assigned, name_of
 
 
@@ -35,8 +35,8 @@ def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[
         Called with the message.
     """
     yield
-    saved = _Saved(addresses((*passed_in.tensors(), *kept.tensors())), kept)
-    if names := set(in_running(saved.computed_in)):
+    memory = _Memory(addresses((*passed_in.tensors(), *kept.tensors())), kept)
+    if names := set(in_running(memory.computed_in)):
         warn(
             f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
             "within the epoch computes that again, from other weights, and is exact only if no step depends on it. "
@@ -45,7 +45,7 @@ def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[
         )
 
 
-class _Saved:
+class _Memory:
     """The memory of the tensors that are saved, and what the loop keeps."""
 
     def __init__(self, held: set[int], kept: KeptValues) -> None:
@@ -76,7 +76,7 @@ class _Saved:
         if isinstance(value_or_none(owner or name, frame), Dataset):
             return True  # the batches are read from it
         found = value_or_none(name, frame)
-        if not is_read or is_saved(name, frame, []) or self._kept.keeps(found):
+        if not is_read or Saved(kept=self._kept).has_named(name, frame):
             return False
         return (isinstance(found, nn.Module) or has_tensors(found)) and not self._shares(found)
 

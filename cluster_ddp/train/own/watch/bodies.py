@@ -134,13 +134,15 @@ def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def value_of(name: str, frame: FrameType) -> Any:
-    """What a running function has under the name of a variable or an attribute."""
-    first, *inner = name.split(".")
-    return functools.reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+    """What a running function has under the name of a variable, an attribute or an item of a dict."""
+    holder, _, key = name.partition("[")
+    first, *inner = holder.split(".")
+    found = functools.reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+    return found[ast.literal_eval(key.removesuffix("]"))] if key else found
 
 
 def value_or_none(name: str, frame: FrameType) -> Any:
-    """The same; None if it is neither a variable nor an attribute, or set only later."""
+    """The same; None if there is none, or it is set only later."""
     with contextlib.suppress(Exception):
         return value_of(name, frame)
     return None

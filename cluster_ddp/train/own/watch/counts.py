@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
     running_variables,
-    variables_of,
 )
 from cluster_ddp.train.own.watch.bodies import (
     Text,
@@ -32,7 +30,7 @@ from cluster_ddp.train.own.watch.bodies import (
     with_parents,
 )
 from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, is_rate
-from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored, is_saved
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
 from cluster_ddp.train.state.liveness import is_read_first, names_read
 from cluster_ddp.train.state.syntax import (
     added_to,
@@ -104,34 +102,14 @@ def _unkept_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[str
     if not loops or _only_passes_on(loops[0], text.parents):
         return
     of_loops, find = Text(text.parents, list(loops)), functools.partial(value_of, frame=frame)
-    yield from ((name, True) for name in _counts_in(of_loops, find) if _is_unkept(name, frame, saved))
-    yield from ((name, False) for name in _carried_in(of_loops) if _is_unkept(name, frame, saved))
-    copies = _copied_weights_in(of_loops, find)
-    yield from ((name, False) for name in copies if not _is_saved(name, frame, saved))
+    found = [*((name, True) for name in _counts_in(of_loops, find)), *((name, False) for name in _carried_in(of_loops))]
+    numbers = [(name, is_count) for name, is_count in found if _is_number(find(name))]
+    copies = ((name, False) for name in _copied_weights_in(of_loops, find))
+    yield from ((name, is_count) for name, is_count in (*numbers, *copies) if not saved.has_named(name, frame))
 
 
-def _is_unkept(name: str, frame: FrameType, saved: Saved) -> bool:
-    """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise.
-
-    What a data set has is compared at a resume.
-    """
-    holder, _, key = name.partition("[")
-    owner = holder.rpartition(".")[0]
-    if owner and isinstance(value_of(owner, frame), Dataset):
-        return False
-    found = value_of(holder, frame)
-    if key:
-        if saved.keeps(found):
-            return False
-        found = found[ast.literal_eval(key.removesuffix("]"))]
-    is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
-    return is_number and not is_saved(holder, frame, saved.things)
-
-
-def _is_saved(name: str, frame: FrameType, saved: Saved) -> bool:
-    found = variables_of(frame).get(name)
-    is_kept = found is not None and saved.keeps(found)
-    return is_kept or is_saved(name, frame, saved.things)
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0)
 
 
 def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:

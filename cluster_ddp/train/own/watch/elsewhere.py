@@ -76,8 +76,7 @@ def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]
 
 
 def _numbers(saved: Saved) -> Iterator[_Found]:
-    held = {id(part) for _, part in reachable((("", thing) for thing in saved.things), _DEPTH)}
-    held |= {id(value) for value in saved.kept.values.values()}
+    held = saved.ids()
     holders = [(name, value) for name, value in reachable(_variables(), _DEPTH) if id(value) not in held]
     objects = [(name, value) for name, value in holders if _is_of_program(value)]
     running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}

@@ -93,7 +93,7 @@ def _watches(
         return [*loop.generators, *passed_in.generators(), *OwnGenerators(loader), *of_batches]
 
     others = list(passed_in.others.values())
-    saved = Saved([*passed_in.optimizers, *others], loop.kept)
+    saved = Saved([passed_in.model, *passed_in.optimizers, *others], loop.kept)
     return [
         *([watch_sources(loop.kept, tell)] if loader is None else []),
         watch_other_loaders(None if batches is None else batches.data, tell),
@@ -105,11 +105,11 @@ def _watches(
         watch_schedules(saved, tell),
         watch_before_batches(passed_in, loop.kept, tell),
         watch_carried(loop.kept, tell),
-        watch_counts(Saved(others, loop.kept), tell),
+        watch_counts(saved, tell),
         watch_rounds(lambda: loop.step, tell, others),
         watch_elsewhere(saved, tell),
         watch_handlers(lambda: loop.replaced_signals, tell),
         watch_comm_hooks(passed_in.wrapped, tell),
         watch_loss(saved, said, tell),
-        watch_remembered(Saved([passed_in.model, *saved.things], loop.kept), said, tell),
+        watch_remembered(saved, said, tell),
     ]

@@ -22,7 +22,7 @@ from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.bodies import Text, in_running, is_own_class, tree_of_object, value_of
 from cluster_ddp.train.own.watch.matters import changed_in_place_after_use, feeding_loss, reset_each_time
-from cluster_ddp.train.own.watch.saved import Saved, is_saved
+from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import assigned, below, is_of_clock, is_read
 
 _LISTS = (list, collections.deque)
@@ -83,30 +83,19 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
         with contextlib.suppress(Exception):  # not a variable or an attribute
             found = value_of(name, frame)
             if isinstance(found, _ARRAYS):
-                is_saved_here = is_saved(name, frame, saved.things) or _holds(saved, found)
-                if not is_saved_here and changed_in_place_after_use(name, text, feeding.statements):
+                if not saved.has_named(name, frame) and changed_in_place_after_use(name, text, feeding.statements):
                     yield name, {None: _whole(found)}
                 continue
             if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
                 name = name.rpartition(".")[0]
                 found = value_of(name, frame)
-            if not is_saved(name, frame, saved.things) and _may_be_unsaved(found, saved):
+            if _may_change(found) and not saved.has_named(name, frame):
                 yield name, _contents(found, without=_set_by_reset(found) if name in resets else set())
 
 
-def _may_be_unsaved(found: Any, saved: Saved) -> bool:
-    if saved.keeps(found) or any(found is thing for thing in saved.things):
-        return False
+def _may_change(found: Any) -> bool:
     is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
     return is_own or isinstance(found, _LISTS)
-
-
-def _holds(saved: Saved, found: Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether this tensor or array is kept, or a tensor of what was passed in."""
-    modules = (thing for thing in saved.things if isinstance(thing, nn.Module))
-    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    is_of_module = isinstance(found, Tensor) and found.data_ptr() in {tensor.data_ptr() for tensor in tensors}
-    return is_of_module or saved.keeps(found)
 
 
 def _has_changed(was: _Parts, now: _Parts, kept: Sequence[float]) -> bool:

@@ -17,6 +17,7 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.bodies import program_files, read_once, source_of, tree_of
+from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.attributes import last_part
 from cluster_ddp.train.state.set_before_read import is_only_read_where_set
 from cluster_ddp.train.state.syntax import name_of
@@ -28,7 +29,6 @@ _Queue = collections.deque[Any] | list[Any]
 _DRAWS = {"sample", "choice", "choices"}
 _ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # a public attribute of an object, from the end of its name
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
-_DEPTH_OF_PASSED_IN = 4
 
 
 def watch_queues(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
@@ -53,21 +53,20 @@ def watch_queues(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], No
     """
     # Lists that were empty before the first step; kept alive, so that their ids are not reused.
     variables = found_or_nothing(reachable(running_variables(), _DEPTH))
-    return _watch(passed_in, kept, warn, [found for _, found in variables if type(found) is list and not found])
+    saved = Saved([*passed_in.optimizers, *passed_in.others.values()], kept)
+    return _watch(saved, warn, [found for _, found in variables if type(found) is list and not found])
 
 
-def _watch(
-    passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None], empty: Sequence[list[Any]]
-) -> Iterator[None]:
-    before = [(queue, _end_of(queue)) for _, queue in found_or_nothing(_queues(passed_in, kept))]
-    rows = found_or_nothing(_next_rows(passed_in, kept))
-    beside = dict(found_or_nothing(_beside_kept(passed_in, kept)))
+def _watch(saved: Saved, warn: Callable[[str], None], empty: Sequence[list[Any]]) -> Iterator[None]:
+    before = [(queue, _end_of(queue)) for _, queue in found_or_nothing(_queues(saved))]
+    rows = found_or_nothing(_next_rows(saved))
+    beside = dict(found_or_nothing(_beside_kept(saved)))
     yield
     filled = {id(queue): len(queue) == end[0] for queue, end in before if _end_of(queue) != end}
     emptied = {id(queue) for queue in empty if filled.get(id(queue))}
     queues = {
         name
-        for name, queue in found_or_nothing(_queues(passed_in, kept))
+        for name, queue in found_or_nothing(_queues(saved))
         if id(queue) in filled
         and not (id(queue) in emptied and is_only_read_where_set(last_part(name), is_container=True))
     }
@@ -80,7 +79,7 @@ def _watch(
             "keep a list that an object fills in place with run.keep(images=pool.images) before the loop. An "
             "object that counts what it holds needs state_dict() and load_state_dict(): pass it in (memory=buffer)"
         )
-    now = found_or_nothing(_beside_kept(passed_in, kept))
+    now = found_or_nothing(_beside_kept(saved))
     if names := sorted(name for name, number in now if beside.get(name, number) != number):
         warn(
             f"steps change {', '.join(names)}, which no checkpoint contains, in an object whose other contents "
@@ -89,15 +88,9 @@ def _watch(
         )
 
 
-def _held(passed_in: PassedIn) -> set[int]:
-    """The ids of what was passed in, and of what that holds."""
-    things = [("", thing) for thing in (*passed_in.optimizers, *passed_in.others.values())]
-    return {id(part) for _, part in reachable(things, _DEPTH_OF_PASSED_IN)}
-
-
-def _holders(passed_in: PassedIn) -> Iterator[tuple[str, Any, dict[str, int]]]:
+def _holders(saved: Saved) -> Iterator[tuple[str, Any, dict[str, int]]]:
     """The objects in the program's variables that were not passed in, and the integers in their attributes."""
-    held = _held(passed_in)
+    held = saved.ids()
     for name, found in reachable(running_variables(), _DEPTH):
         kind = type(found)
         if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
@@ -106,30 +99,29 @@ def _holders(passed_in: PassedIn) -> Iterator[tuple[str, Any, dict[str, int]]]:
             yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
 
 
-def _beside_kept(passed_in: PassedIn, kept: KeptValues) -> Iterator[tuple[str, int]]:
-    filled = {id(value) for value in kept.values.values() if isinstance(value, _FILLED)}
-    for name, found, numbers in _holders(passed_in):
+def _beside_kept(saved: Saved) -> Iterator[tuple[str, int]]:
+    filled = {id(value) for value in saved.kept.values.values() if isinstance(value, _FILLED)}
+    for name, found, numbers in _holders(saved):
         if any(id(value) in filled for value in list(vars(found).values())):
             yield from ((f"{name}.{key}", value) for key, value in numbers.items())
 
 
-def _next_rows(passed_in: PassedIn, kept: KeptValues) -> Iterator[tuple[str, Any, str, str, tuple[int, int, int]]]:
+def _next_rows(saved: Saved) -> Iterator[tuple[str, Any, str, str, tuple[int, int, int]]]:
     """The arrays in an object beside a number that may be their next row, with what is in this row and the last."""
-    for name, found, numbers in _holders(passed_in):
+    for name, found, numbers in _holders(saved):
         for array, value in list(vars(found).items()):
-            if isinstance(value, _ARRAYS) and value.ndim and not kept.keeps(value):
+            if isinstance(value, _ARRAYS) and value.ndim and not saved.kept.keeps(value):
                 for key, row in numbers.items():
                     if 0 < row < len(value):
                         rows = fingerprint_of(value[row : row + 1]), fingerprint_of(value[row - 1 : row])
                         yield name, found, array, key, (row, *rows)
 
 
-def _queues(passed_in: PassedIn, kept: KeptValues) -> Iterator[tuple[str, _Queue]]:
-    held = _held(passed_in)
+def _queues(saved: Saved) -> Iterator[tuple[str, _Queue]]:
+    held = saved.ids()
     drawn_from = {name for file in program_files([]) for name in _drawn_from(source_of(file))}
     for name, found in reachable(running_variables(), _DEPTH):
-        is_saved = id(found) in held or kept.keeps(found)
-        if _is_queue(name, found, drawn_from) and found and has_tensors(found[-1]) and not is_saved:
+        if _is_queue(name, found, drawn_from) and found and has_tensors(found[-1]) and id(found) not in held:
             yield name, found
 
 

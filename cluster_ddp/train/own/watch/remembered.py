@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
-from torch import nn
-from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import is_ours
 from cluster_ddp.train.own.watch.bodies import (
     Text,
     in_running,
     is_of_library,
     tree_of_object,
-    value_of,
     value_or_none,
     with_parents,
 )
@@ -97,28 +93,19 @@ def _unsaved(saved: Saved) -> Iterator[tuple[str, Any]]:
     def found(text: Text, frame: FrameType) -> Iterator[tuple[str, Any]]:
         nonlocal inside
         uses = {**_uses_in(text), **_uses_of_calls(text, frame), **(inside(text, frame) if inside else {})}
-        names = (name for name in _remembered(text, uses, frame) if _is_unsaved(name, frame, saved))
-        yield from ((name, value_or_none(name, frame)) for name in names)
+        names = (name for name in _remembered(text, uses, frame) if not saved.has_named(name, frame))
+        found = ((name, value_or_none(name, frame)) for name in names)
+        yield from ((name, value) for name, value in found if not _goes_on_by_itself(value))
         inside = functools.partial(_uses_by_call, called=frame.f_code, names=_all_names(uses))
 
     return in_running(found)
 
 
-def _is_unsaved(name: str, frame: FrameType, saved: Saved) -> bool:
-    found, owner = value_or_none(name, frame), name.rpartition(".")[0]
-    holders = [found, value_of(owner, frame)] if owner else [found]
-    modules = [thing for thing in saved.things if isinstance(thing, nn.Module)]
-    known = {id(thing) for thing in saved.things}
-    known |= {id(part) for module in modules for part in module.modules()}
-    if any(isinstance(holder, Kept) or id(holder) in known or saved.keeps(holder) for holder in holders):
-        return False
-    if isinstance(holders[-1], Dataset):  # compared at a resume, by `ChangedData`
-        return False
-    if isinstance(found, nn.Module):  # perhaps DDP around one that was passed in, or a part of both
-        return not any(id(part) in known for part in found.modules())
-    if isinstance(found, GeneratorType):  # one that runs passes on the batches of the loader
-        return inspect.getgeneratorstate(found) not in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
-    return not (is_ours(found) or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING)))
+def _goes_on_by_itself(found: Any) -> bool:
+    """Whether this passes on the batches of the loader, or is of this package: its place is that of the run."""
+    if isinstance(found, GeneratorType):
+        return inspect.getgeneratorstate(found) in (inspect.GEN_CREATED, inspect.GEN_RUNNING)
+    return is_ours(found) or isinstance(found, (_BaseDataLoaderIter, *_WRAPPING))
 
 
 def _uses_in(text: Text) -> _Uses:

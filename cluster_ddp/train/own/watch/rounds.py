@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from cluster_ddp.train.own.watch.bodies import Text, in_running, value_of
-from cluster_ddp.train.own.watch.saved import is_saved
+from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import assigned, begins_with_number, below, counted, name_of
 
 _RANGES = {"range", "trange", "count"}
@@ -41,11 +41,11 @@ def watch_rounds(step: Callable[[], int], warn: Callable[[str], None], passed_in
     passed_in
         The objects passed in; a number in an attribute of one does not start over.
     """
-    passed_in = list(passed_in)
-    before = {(found.code, found.name): found.value for found in _running(step(), passed_in)}
+    saved = Saved(list(passed_in))
+    before = {(found.code, found.name): found.value for found in _running(step(), saved)}
     yield
     is_resumed = step() > _LOOKS  # so that the number itself shows whether it has started over
-    for found in _running(step(), passed_in):
+    for found in _running(step(), saved):
         has_moved = before.get((found.code, found.name), found.value) != found.value
         if has_moved and (found.value + 1 < step() or (found.starts_over and not is_resumed)):
             warn(
@@ -67,10 +67,10 @@ def begins_at_place(step: int) -> bool:
     return any(in_running(found))
 
 
-def _running(step: int, passed_in: Sequence[Any]) -> Iterator[_Round]:
+def _running(step: int, saved: Saved) -> Iterator[_Round]:
     def found(text: Text, frame: FrameType) -> Iterator[_Round]:
         rounds = _rounds_of(text, frame, step)
-        yield from (each for each in rounds if not is_saved(each.name, frame, passed_in))
+        yield from (each for each in rounds if not saved.has_named(each.name, frame))
 
     return in_running(found)
 

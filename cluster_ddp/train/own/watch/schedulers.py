@@ -9,11 +9,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import living, reachable
 from cluster_ddp.train.own.watch.bodies import is_of_library, tree_of_object
 from cluster_ddp.train.own.watch.saved import Saved
@@ -68,18 +66,13 @@ def watch_schedules(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]
     schedulers = [part for _, part in inside if isinstance(part, LRScheduler)]
     for function in dict.fromkeys(part for scheduler in schedulers for part in _functions_of(scheduler)):
         with contextlib.suppress(Exception):  # it has no source, or a variable without a value
-            if found := {name for name, owner in _changed_by(function) if not _is_saved(owner, saved)}:
+            if found := {name for name, owner in _changed_by(function) if not saved.has(owner)}:
                 warn(
                     f"a scheduler takes the learning rate from {function.__name__}(), each call of which changes "
                     f"{', '.join(sorted(found))} from its previous value. No checkpoint contains that: it starts "
                     "over after a resume, and the rates differ. Compute the rate from the number that the function "
                     "is given, or count in an object of run.keep()"
                 )
-
-
-def _is_saved(owner: Any, saved: Saved) -> bool:
-    is_passed_in = any(owner is thing for thing in saved.things)
-    return isinstance(owner, (Kept, nn.Module)) or is_passed_in or saved.keeps(owner)
 
 
 def _functions_of(scheduler: LRScheduler) -> Iterator[Any]:
