@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))|(torch\.)?tensor\(-?[\d.e+-]+.*\)")
@@ -90,6 +91,15 @@ def taken_from(node: ast.AST) -> set[str]:
 
 def is_read(node: ast.AST, name: str) -> bool:
     return name_of(node) == name and isinstance(node.ctx, ast.Load)  # type: ignore[attr-defined]
+
+
+def built_on_itself(node: ast.AST) -> set[str]:
+    """What this sets to a value computed from the previous one, or fills with items computed from earlier ones."""
+    names = set() if isinstance(node, ast.Expr) else assigned(node) | added_to(node)
+    if isinstance(node, ast.AugAssign):
+        return names
+    value = getattr(node, "value", None)
+    return {name for name in names if value is not None and any(is_read(part, name) for part in ast.walk(value))}
 
 
 def counted(node: ast.AST) -> str | None:

@@ -8,6 +8,10 @@ before_batches, other_handlers
 taking, other_loaders, changed_data      how the loop reads its data
 mode                                     a model left in evaluation mode
 other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize
-saved                                    what is saved, and how to have more saved, for some of these
-bodies, matters                          the source of what runs, and what in it the training depends on, for these
+
+Most of them ask the same four questions, each with one answer:
+bodies                                   what runs again and again, and its source
+train/state/liveness                     whether that reads what an earlier pass has left (loop-carried)
+matters                                  whether the loss, the update, a rate, the end or the best model depends on it
+saved                                    whether a checkpoint contains it, and how to have it contain more
 """

@@ -29,7 +29,7 @@ from cluster_ddp.train.own.watch.bodies import (
     value_of,
     with_parents,
 )
-from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, is_rate
+from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, sets_rate
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
 from cluster_ddp.train.state.liveness import is_read_first, names_read
 from cluster_ddp.train.state.syntax import (
@@ -46,6 +46,7 @@ from cluster_ddp.train.state.syntax import (
     last_part,
     name_of,
     nodes_around,
+    statement_of,
 )
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
@@ -227,7 +228,7 @@ def _carried_in(text: Text) -> Iterator[str]:
             if is_read_first(loop.body, name, reading):
                 uses = (node for node in below(outer, parents) if is_read(node, name))
                 if any(
-                    is_rate(node, parents)
+                    sets_rate(statement_of(node, parents))
                     or ((starts_over or decays) and is_decisive(node, name, parents, is_of_epoch=not decays))
                     for node in uses
                 ):

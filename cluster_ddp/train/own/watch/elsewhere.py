@@ -21,26 +21,22 @@ from cluster_ddp.train.own.watch.bodies import (
     tree_of,
     with_parents,
 )
-from cluster_ddp.train.own.watch.matters import sets_rate
+from cluster_ddp.train.own.watch.matters import compared_in, is_best, rates_in, rating_in, sets_rate
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.state.syntax import (
     FUNCTIONS,
+    FunctionNode,
     assigned,
     begins_with_number,
+    built_on_itself,
     is_held,
     is_of_clock,
-    is_read,
     name_of,
-    nodes_around,
 )
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
-_BOUNDS = {"min", "max"}
-_FORMULAS = {"exp", "pow", "cos", *_BOUNDS}
 _NUMBERS = (int, float, type(None))
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NAMES = re.compile(r"\w+")
-_SHOWS = re.compile(r"(\b|_)(print|log|logger|logging|info|debug|write|show|add_scalars?)(\b|_)")
 
 
 def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
@@ -152,7 +148,7 @@ def _values(
 def _asked_for_rates(source: str) -> Iterator[str]:
     """The names of objects whose call, or method, gives what a function sets a learning rate to."""
     for function in (node for node in ast.walk(tree_of(source)) if isinstance(node, (ast.Module, *FUNCTIONS))):
-        for call in (part for value in _rates_in(with_parents(function)) for part in ast.walk(value)):
+        for call in (part for value in rates_in(with_parents(function)) for part in ast.walk(value)):
             if isinstance(call, ast.Call):
                 yield from (name_of(call.func) or "").split(".")[-2:]
 
@@ -171,81 +167,27 @@ def _uses_in(source: str, givers: Container[str]) -> Iterator[_Use]:
             functions = {node: with_parents(node) for node in owner.body if isinstance(node, FUNCTIONS)}
             of_class = owner.name if isinstance(owner, ast.ClassDef) else None
             reset = {name for function in functions if function.name != "__init__" for name in _reset_in(function)}
-            compared = {name for parents in functions.values() for name in _compared_in(parents)}
+            compared = {name for parents in functions.values() for name in compared_in(parents)}
             if of_class is not None and any(
                 map(sets_rate, (node for parents in functions.values() for node in parents))
             ):
                 compared |= {name for parents in functions.values() for node in parents for name in assigned(node)}
             gives = of_class in givers
-            rating = {name for parents in functions.values() for name in _rating_in(parents, functions, gives=gives)}
+            rating = {name for parents in functions.values() for name in rating_in(parents, functions, gives=gives)}
             for function, parents in functions.items():
                 for use in _uses_of(function, parents, of_class, compared, rating):
                     if use.name not in reset:
                         yield use
 
 
-def _reset_in(function: _Function) -> set[str]:
+def _reset_in(function: FunctionNode) -> set[str]:
     """What a function sets to a literal number whatever happens."""
     setting = (node for node in function.body if isinstance(node, ast.Assign) and begins_with_number(node))
     return {name for node in setting for name in assigned(node)}
 
 
-def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
-    """What is compared with something that is no literal, other than to print, or is in a formula such as of a decay.
-
-    Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``; a meter's mean is none.
-    """
-    for node in parents:
-        sides: list[ast.AST] = []
-        if isinstance(node, ast.Compare):
-            both = [node.left, *node.comparators]
-            decides = not (any(isinstance(side, ast.Constant) for side in both) or _only_shows(parents[node]))
-            sides = list(both) if decides else []
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            sides = list(ast.walk(node))
-        elif isinstance(node, ast.Call) and (called := (name_of(node.func) or "").rpartition(".")[2]) in _FORMULAS:
-            sides = [part for argument in node.args for part in ast.walk(argument)]
-            if called in _BOUNDS:
-                sides = [part.left for part in sides if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div)]
-        yield from (name for side in sides if (name := name_of(side)) is not None)
-
-
-def _rating_in(
-    parents: dict[ast.AST, ast.AST], functions: dict[_Function, dict[ast.AST, ast.AST]], *, gives: bool
-) -> Iterator[str]:
-    """What a function computes learning rates from that it sets, or `gives`, also in other functions of its scope."""
-    values = list(parents) if gives else list(_rates_in(parents))
-    called = {name_of(part.func) for value in values for part in ast.walk(value) if isinstance(part, ast.Call)}
-    own = (inner for function, inner in functions.items() if called & {function.name, f"self.{function.name}"})
-    values += [node for inner in own for node in inner]
-    parts = (part for value in values for part in ast.walk(value))
-    yield from (name for part in parts if (name := name_of(part)) is not None and is_read(part, name))
-
-
-def _rates_in(parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    """The expressions that a function sets learning rates to, and those that it sets variables in them to."""
-    setting = [(node, node.value) for node in parents if assigned(node) and getattr(node, "value", None) is not None]  # type: ignore[attr-defined]
-    rates = [value for node, value in setting if sets_rate(node)]
-    names = {name_of(part) for value in rates for part in ast.walk(value)} - {None}
-    yield from (*rates, *(value for node, value in setting if assigned(node) & names))
-
-
-def _only_shows(statement: ast.AST) -> bool:
-    """Whether this is an ``if`` that only prints or logs, as every so many batches, and then counts from 0 again."""
-    return (
-        isinstance(statement, ast.If)
-        and not statement.orelse
-        and all(
-            begins_with_number(node)
-            or is_of_clock(node)
-            or (isinstance(node, ast.Expr) and _SHOWS.search(ast.unparse(node).partition("(")[0]) is not None)
-            for node in statement.body
-        )
-    )
-
-
 def _uses_of(
-    function: _Function,
+    function: FunctionNode,
     parents: dict[ast.AST, ast.AST],
     owner: str | None,
     compared: set[str],
@@ -257,30 +199,9 @@ def _uses_of(
         nodes = [node for node, names in setting.items() if name in names]
         if any(map(is_of_clock, nodes)):
             continue
-        changes = any(isinstance(node, ast.AugAssign) or _reads(getattr(node, "value", None), name) for node in nodes)
-        decides = any(_is_best(node, name, parents) for node in nodes) or (changes and name in rating)
+        changes = any(name in built_on_itself(node) for node in nodes)
+        decides = any(is_best(node, name, parents) for node in nodes) or (changes and name in rating)
         of_self = owner if name.startswith("self.") and name.count(".") == 1 else None
         if decides or (changes and name in compared):
             first = min(node.lineno for node in (function, *function.decorator_list))  # as the code object has it
             yield _Use(name, of_self, first, decides, changes and name in compared)
-
-
-def _reads(part: ast.AST | None, name: str) -> bool:
-    return part is not None and any(is_read(node, name) for node in ast.walk(part))
-
-
-def _is_best(node: ast.AST, name: str, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether this sets a number to what it was compared with, as in ``if acc > best: best = acc``, or ``max()``."""
-    value = getattr(node, "value", None)
-    if isinstance(value, ast.Call) and name_of(value.func) in ("max", "min"):
-        return _reads(value, name) and len(value.args) == 2
-    if value is None or begins_with_number(node):
-        return False
-    new = {name_of(part) for part in ast.walk(value)} - {None}
-    for around in nodes_around(node, parents):
-        if isinstance(around, ast.If) and node not in around.orelse:
-            for compare in (part for part in ast.walk(around.test) if isinstance(part, ast.Compare)):
-                sides = [compare.left, *compare.comparators]
-                if any(is_read(side, name) for side in sides) and any(name_of(side) in new for side in sides):
-                    return True
-    return False

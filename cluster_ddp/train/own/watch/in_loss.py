@@ -23,7 +23,7 @@ from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.bodies import Text, in_running, is_own_class, tree_of_object, value_of
 from cluster_ddp.train.own.watch.matters import changed_in_place_after_use, feeding_loss, reset_each_time
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.state.syntax import assigned, below, is_of_clock, is_read
+from cluster_ddp.train.state.syntax import assigned, below, built_on_itself, is_of_clock
 
 _LISTS = (list, collections.deque)
 _OTHERS = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
@@ -145,7 +145,5 @@ def _set_by_reset(value: Any) -> set[str]:
 def _builds_on_itself(kind: type) -> Iterator[str]:
     """The attributes that a class sets to something computed from them; others may be set before they are read."""
     for node in ast.walk(tree_of_object(kind)):
-        for name in assigned(node):
-            reads = isinstance(node, ast.AugAssign) or any(is_read(part, name) for part in ast.walk(node))
-            if reads and name.count(".") == 1 and not is_of_clock(node):
-                yield name.partition(".")[2]
+        names = (name for name in built_on_itself(node) if name.count(".") == 1 and not is_of_clock(node))
+        yield from (name.partition(".")[2] for name in names)

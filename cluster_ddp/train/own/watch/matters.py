@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from cluster_ddp.train.own.watch.bodies import Text
-from cluster_ddp.train.state.syntax import added_to, assigned, below, is_read, name_of, nodes_around, statement_of
+from cluster_ddp.train.state.syntax import (
+    FunctionNode,
+    added_to,
+    assigned,
+    begins_with_number,
+    below,
+    built_on_itself,
+    is_of_clock,
+    is_read,
+    name_of,
+    nodes_around,
+    statement_of,
+)
 
 _UPDATING = re.compile(r"clip_grad_(norm|value)_$|\.data\.\w+_$|(sch|plateau|lr)\w*\.step$", re.IGNORECASE)
+_BOUNDS = {"min", "max"}
+_FORMULAS = {"exp", "pow", "cos", *_BOUNDS}
+_SHOWS = re.compile(r"(\b|_)(print|log|logger|logging|info|debug|write|show|add_scalars?)(\b|_)")
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
@@ -118,12 +133,6 @@ def is_decay(node: ast.AST) -> bool:
     return isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div))
 
 
-def is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether this use sets a learning rate, as in ``group["lr"] = lr``."""
-    statement = next((around for around in nodes_around(use, parents) if isinstance(around, ast.stmt)), None)
-    return statement is not None and sets_rate(statement)
-
-
 def is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:
     """Whether the loop's behavior depends on this use of a count; `is_of_epoch`: it restarts in each epoch."""
     for around in nodes_around(use, parents):
@@ -140,4 +149,75 @@ def is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_
             return not _OF_RATES.isdisjoint(words)
         if isinstance(around, ast.stmt):
             return not is_of_epoch and isinstance(around, (ast.Assign, ast.AugAssign)) and name not in assigned(around)
+    return False
+
+
+def compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
+    """What is compared with something that is no literal, other than to print, or is in a formula such as of a decay.
+
+    Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``; a meter's mean is none.
+    """
+    for node in parents:
+        sides: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            both = [node.left, *node.comparators]
+            decides = not (any(isinstance(side, ast.Constant) for side in both) or _only_shows(parents[node]))
+            sides = list(both) if decides else []
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            sides = list(ast.walk(node))
+        elif isinstance(node, ast.Call) and (called := (name_of(node.func) or "").rpartition(".")[2]) in _FORMULAS:
+            sides = [part for argument in node.args for part in ast.walk(argument)]
+            if called in _BOUNDS:
+                sides = [part.left for part in sides if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div)]
+        yield from (name for side in sides if (name := name_of(side)) is not None)
+
+
+def _only_shows(statement: ast.AST) -> bool:
+    """Whether this is an ``if`` that only prints or logs, as every so many batches, and then counts from 0 again."""
+    return (
+        isinstance(statement, ast.If)
+        and not statement.orelse
+        and all(
+            begins_with_number(node)
+            or is_of_clock(node)
+            or (isinstance(node, ast.Expr) and _SHOWS.search(ast.unparse(node).partition("(")[0]) is not None)
+            for node in statement.body
+        )
+    )
+
+
+def rating_in(
+    parents: dict[ast.AST, ast.AST], functions: dict[FunctionNode, dict[ast.AST, ast.AST]], *, gives: bool
+) -> Iterator[str]:
+    """What a function computes learning rates from that it sets, or `gives`, also in other functions of its scope."""
+    values = list(parents) if gives else list(rates_in(parents))
+    called = {name_of(part.func) for value in values for part in ast.walk(value) if isinstance(part, ast.Call)}
+    own = (inner for function, inner in functions.items() if called & {function.name, f"self.{function.name}"})
+    values += [node for inner in own for node in inner]
+    parts = (part for value in values for part in ast.walk(value))
+    yield from (name for part in parts if (name := name_of(part)) is not None and is_read(part, name))
+
+
+def rates_in(parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """The expressions that a function sets learning rates to, and those that it sets variables in them to."""
+    setting = [(node, node.value) for node in parents if assigned(node) and getattr(node, "value", None) is not None]  # type: ignore[attr-defined]
+    rates = [value for node, value in setting if sets_rate(node)]
+    names = {name_of(part) for value in rates for part in ast.walk(value)} - {None}
+    yield from (*rates, *(value for node, value in setting if assigned(node) & names))
+
+
+def is_best(node: ast.AST, name: str, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this sets a number to what it was compared with, as in ``if acc > best: best = acc``, or ``max()``."""
+    value = getattr(node, "value", None)
+    if isinstance(value, ast.Call) and name_of(value.func) in ("max", "min"):
+        return name in built_on_itself(node) and len(value.args) == 2
+    if value is None or begins_with_number(node):
+        return False
+    new = {name_of(part) for part in ast.walk(value)} - {None}
+    for around in nodes_around(node, parents):
+        if isinstance(around, ast.If) and node not in around.orelse:
+            for compare in (part for part in ast.walk(around.test) if isinstance(part, ast.Compare)):
+                sides = [compare.left, *compare.comparators]
+                if any(is_read(side, name) for side in sides) and any(name_of(side) in new for side in sides):
+                    return True
     return False

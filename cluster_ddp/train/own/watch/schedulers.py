@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cluster_ddp.train.own.program import living, reachable
 from cluster_ddp.train.own.watch.bodies import is_of_library, tree_of_object
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.state.syntax import added_to, assigned, is_read, taken_from
+from cluster_ddp.train.state.syntax import built_on_itself, taken_from
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 
@@ -92,18 +92,7 @@ def _changed_by(function: Any) -> Iterator[tuple[str, Any]]:
     if inspect.ismethod(function):
         outside[code.co_varnames[0]] = function.__self__
     for node in ast.walk(tree_of_object(function)):
-        for name in _built_on_itself(node):
+        for name in taken_from(node) or built_on_itself(node):
             first = name.partition(".")[0].partition("[")[0]
             if first in outside:
                 yield name, outside[first]
-
-
-def _built_on_itself(node: ast.AST) -> set[str]:
-    """What this sets to a value computed from the previous one, or takes the next item of."""
-    if taken := taken_from(node):
-        return taken
-    names = set() if isinstance(node, ast.Expr) else assigned(node) | added_to(node)
-    if isinstance(node, ast.AugAssign):
-        return names
-    value = getattr(node, "value", None)
-    return {name for name in names if value is not None and any(is_read(part, name) for part in ast.walk(value))}
