@@ -93,6 +93,9 @@ def only_prints(once: Any) -> None:
             number += 1
             total += size
             speed = size if speed == -1.0 else 0.9 * speed + 0.1 * size
+            largest = {"of batch": 0.0}
+            if size > largest["of batch"]:
+                largest["of batch"] = size
             print(step, f"{shown / 2}", speed)
             if step % 2 == 0:
                 print("every second")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from cluster_ddp.train.state.syntax import SCOPES, added_to, assigned, is_read, name_of
+from cluster_ddp.train.state.syntax import SCOPES, added_to, assigned, holder_of, is_read, name_of
 
 _Uses = Mapping[ast.AST, set[str]]
 _PLACES = (ast.Name, ast.Attribute, ast.Subscript)
@@ -34,7 +34,7 @@ def is_read_first(
         own = own_parts(statement)
         if name in uses.get(statement, ()):
             return True
-        if any(name in _stored(part) for part in own):
+        if any(not {name, holder_of(name)}.isdisjoint(_stored(part)) for part in own):
             return None
         blocks = [block for part in ("body", "orelse", "finalbody") if (block := getattr(statement, part, []))]
         blocks += [part.body for part in ast.iter_child_nodes(statement) if isinstance(part, _BRANCHES)]

@@ -35,7 +35,8 @@ def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[
         Called with the message.
     """
     yield
-    memory = _Memory(addresses((*passed_in.tensors(), *kept.tensors())), kept)
+    saved = Saved([passed_in.model, *passed_in.others.values()], kept)
+    memory = _Memory(addresses((*passed_in.tensors(), *kept.tensors())), saved)
     if names := set(in_running(memory.computed_in)):
         warn(
             f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
@@ -46,10 +47,10 @@ def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[
 
 
 class _Memory:
-    """The memory of the tensors that are saved, and what the loop keeps."""
+    """Where the tensors are that are saved, and what else is."""
 
-    def __init__(self, held: set[int], kept: KeptValues) -> None:
-        self._held, self._kept = held, kept
+    def __init__(self, held: set[int], saved: Saved) -> None:
+        self._held, self._saved = held, saved
 
     def computed_in(self, text: Text, frame: FrameType) -> Iterator[str]:
         """What the code before the batches computes from what is trained, and does not come back."""
@@ -76,7 +77,7 @@ class _Memory:
         if isinstance(value_or_none(owner or name, frame), Dataset):
             return True  # the batches are read from it
         found = value_or_none(name, frame)
-        if not is_read or Saved(kept=self._kept).has_named(name, frame):
+        if not is_read or self._saved.has_named(name, frame):
             return False
         return (isinstance(found, nn.Module) or has_tensors(found)) and not self._shares(found)
 

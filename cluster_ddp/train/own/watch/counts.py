@@ -221,8 +221,6 @@ def _carried_in(text: Text) -> Iterator[str]:
             if _is_restored(before, parents, begins=begins):
                 continue
             starts_over = begins or is_held(name)
-            if any(holder_of(name) in names for names in inside.values()):
-                continue  # in a dict that is made in each pass
             if is_gradient(name) or any(is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
             if is_read_first(loop.body, name, reading):

@@ -106,7 +106,7 @@ def _watches(
         watch_before_batches(passed_in, loop.kept, tell),
         watch_carried(loop.kept, tell),
         watch_counts(saved, tell),
-        watch_rounds(lambda: loop.step, tell, others),
+        watch_rounds(lambda: loop.step, tell, saved.things),
         watch_elsewhere(saved, tell),
         watch_handlers(lambda: loop.replaced_signals, tell),
         watch_comm_hooks(passed_in.wrapped, tell),
