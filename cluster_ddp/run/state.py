@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.attempt_record import AttemptRecord
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_so_far
 from cluster_ddp.run.facts import Facts
 from cluster_ddp.run.final_state import final_state
@@ -74,7 +75,7 @@ def _without_slurm(facts: Facts) -> tuple[RunState, str | None]:
     if alive or (alive is None and not (facts.answered and last.slurm_job_id)):
         if delayed := waits_for_requeue(history):
             return RunState.RUNNING, delayed
-        remark = None if alive else _unseen(last.slurm_job_id, last.process.host if last.process else "?")
+        remark = None if alive else _unseen(history, last)
         said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
         if alive or not said_to_be_over:
             return RunState.RUNNING, _stopping(history) or remark
@@ -108,10 +109,13 @@ def _still_there(history: History, outcome: AttemptOutcome | None, job: SlurmJob
     return f"{outcome.why}; Slurm {still}"
 
 
-def _unseen(job_id: str | None, host: str) -> str:
-    if job_id:
-        return f"Slurm cannot be queried about job {job_id} from here; this is its last known state"
-    return f"started on {host}, which cannot be checked from here; this is its last known state"
+def _unseen(history: History, last: AttemptRecord) -> str:
+    """Say why only the last known state can be shown, and which nodes are silent: their machines may be down."""
+    if last.slurm_job_id:
+        here = f"Slurm cannot be queried about job {last.slurm_job_id} from here"
+    else:
+        here = f"started on {last.process.host if last.process else '?'}, which cannot be checked from here"
+    return "; ".join(filter(None, [f"{here}; this is its last known state", silent_nodes(history)]))
 
 
 def _how_to_continue(job: SlurmJob) -> str:

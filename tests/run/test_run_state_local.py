@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -57,5 +58,9 @@ def test_a_local_run_on_another_machine_is_told_as_last_known(run: RunDirectory,
     hide(run, 0)
     found = describe(run, {})
     assert found.state is RunState.RUNNING and "n7, which cannot be checked from here" in str(found.reason)
+    say("node-started", 0, node=0, host="n7")
+    (alive := run.attempt(0).alive_file(0)).touch()
+    os.utime(alive, (time.time() - 190,) * 2)  # as when the machine has lost power
+    assert "last known state; no sign of life from n7 for 3 min" in str(describe(run, {}).reason)
     say("stopped", 0, step=5, reason="person")
     assert state_of(run) == "STOPPED"
