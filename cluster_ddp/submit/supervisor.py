@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TextIO
 
 from cluster_ddp.launch.job_step import node_program
-from cluster_ddp.launch.processes import die_with_parent, existing_signals
+from cluster_ddp.launch.processes import die_with_parent, existing_signals, is_stopped
 from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.printing import say
@@ -24,6 +24,7 @@ from cluster_ddp.run.storage import open_append
 # Other schedulers, `timeout` and scripts announce an end with SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL_SECONDS = 0.2
+_STOPPED_LOOKS = 25  # and not seconds, in which this process may have been stopped too
 # When one node has failed, the others notice as their collectives fail; if they do not, they are ended.
 _OTHERS_SECONDS = 10.0
 _OTHERS_GRACE = 20.0
@@ -105,6 +106,7 @@ class Supervisor:
         self._asked = 0
         self._children: list[subprocess.Popen[bytes]] = []
         self._failed_at: float | None = None
+        self._stopped_looks = 0
 
     def run(self) -> None:
         """Start the node programs and wait until the last of them has ended, here and on other machines."""
@@ -113,6 +115,7 @@ class Supervisor:
             while any(child.poll() is None for child in self._children) or not self._others_have_ended():
                 self._pass_on()
                 self._look_after()
+                self._tell_of_stopped()
                 time.sleep(_POLL_SECONDS)
         self._record_killed()
 
@@ -179,3 +182,10 @@ class Supervisor:
             self._failed_at = float("inf")
             with contextlib.suppress(OSError):
                 request_stop(self._attempt, reason=AGENT_LOST, level=AT_ONCE, grace=_OTHERS_GRACE, by="the supervisor")
+
+    def _tell_of_stopped(self) -> None:
+        """Name node programs that do not run on, for which this process would wait without a word."""
+        stopped = [str(child.pid) for child in self._children if is_stopped(child.pid)]
+        self._stopped_looks = self._stopped_looks + 1 if stopped else 0
+        if self._stopped_looks == _STOPPED_LOOKS:
+            say(f"\na signal (SIGSTOP) has stopped a node program; it continues after: kill -CONT {' '.join(stopped)}")
