@@ -70,11 +70,7 @@ def nodes_have_ended(history: History) -> str | None:
     started = _started_nodes(history)
     if len(started) < last.nodes or _has_not_signed_off(history, started):
         return None
-    try:
-        signed_off = history.run.attempt(last.number).path.stat().st_mtime  # when the last of their files was removed
-    except OSError:
-        return None
-    if time.time() - signed_off < _DECIDED_SOON_SECONDS:
+    if time.time() - _changed(history) < _DECIDED_SOON_SECONDS:
         return None
     host = last.process.host if last.process else "the batch host"
     return (
@@ -93,7 +89,7 @@ def left_behind(history: History, job: SlurmJob | None) -> str | None:
     if last is None or job is None or job.state not in LETS_RUN or job.job_id != last.slurm_job_id:
         return None
     latest = max((float(event["time"]) for event in history.of_attempt(last.number)), default=last.begun)
-    if time.time() - latest < _DECIDED_SECONDS:
+    if time.time() - max(latest, _changed(history)) < _DECIDED_SECONDS:  # the clock of a node may be hours behind
         return None
     if _has_not_signed_off(history, _started_nodes(history)) and silent_nodes(history) is None:
         return (
@@ -104,6 +100,15 @@ def left_behind(history: History, job: SlurmJob | None) -> str | None:
         f"Slurm job {job.job_id} still holds {job.nodes or 'its nodes'}, though nothing of the run is left there to "
         f"wait for, unless launch.setup has set a trap for EXIT. To end it: scancel {job.job_id}"
     )
+
+
+def _changed(history: History) -> float:
+    """Return when a file of the last attempt was last made or removed, such as that of a node that signs off."""
+    assert history.last is not None
+    try:
+        return history.run.attempt(history.last.number).path.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def _started_nodes(history: History) -> set[int]:

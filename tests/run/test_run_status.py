@@ -118,7 +118,7 @@ def test_a_job_that_still_holds_nodes_minutes_after_its_run_has_ended_is_told(
 ) -> None:
     """Its slurmstepd on the batch host was killed, which Slurm did not notice, or its keeper was stopped."""
     begin(run, slurm_job_id="7")
-    say("completed", 0, step=5)
+    say("completed", 0, at=0, step=5)  # by the clock of a node, which is hours behind
     assert describe(run, {"7": slurm_job("RUNNING")}).reason is None
     here = time.time
     monkeypatch.setattr(time, "time", lambda: here() + 400)
