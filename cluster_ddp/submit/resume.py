@@ -178,12 +178,14 @@ def _refuse_unless_over(run: RunDirectory, status: RunStatus) -> None:
             "possible now.\n"
             f"Check on it: cluster-ddp status {name_for_commands(run)}"
         )
-    if status.state.alive or in_queue:
+    history = read_history(run)
+    if status.state.alive or in_queue or _lives_here(history):
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
-        history = read_history(run)
-        if not in_queue and (by := _asked_to_stop(history)) is not None:
+        by = _asked_to_stop(history)
+        if not in_queue and (by is not None or not status.state.alive):
+            asked = f": {by} has asked it to stop" if by is not None else ""
             raise SubmitError(
-                f"run {run.id} is still ending{job}: {by} has asked it to stop.\n"
+                f"run {run.id} is still ending{job}{asked}.\n"
                 f"Resume it once it has ended; see: cluster-ddp status {name_for_commands(run)}{_if_gone(history)}"
             )
         raise SubmitError(
@@ -191,6 +193,12 @@ def _refuse_unless_over(run: RunDirectory, status: RunStatus) -> None:
             f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {name_for_commands(run)}"
             f"{_if_gone(history)}"
         )
+
+
+def _lives_here(history: History) -> bool:
+    """Whether the last attempt of a run without Slurm lives on this machine: it saves after its run is CANCELLED."""
+    last = history.current_attempt
+    return last is not None and last.slurm_job_id is None and attempt_is_alive(history, last) is True
 
 
 def _if_gone(history: History) -> str:

@@ -91,6 +91,18 @@ def test_a_run_whose_machine_is_down_is_resumed_after_a_cancel(call: Call, here:
     assert describe(run, None).state is RunState.CANCELLED
 
 
+def test_a_cancelled_run_that_still_saves_on_this_machine_stays_cancelled_until_it_has_ended(
+    call: Call, here: Path
+) -> None:
+    """The resume was recorded before the attempt refused to begin: PENDING, without a reason, for minutes."""
+    run = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
+    begin_attempt(run, host="here", pid=os.getpid(), nodes=1, procs=1)
+    assert call("cancel", run.id).status == 0
+    said = call("resume", run.id)
+    assert said.status == 2 and re.search(r"is still ending: \S+ has asked it to stop", said.err)
+    assert describe(run, None).state is RunState.CANCELLED
+
+
 def test_a_strangers_job_with_an_id_of_ours_is_no_sign_of_life(call: Call, run: RunDirectory, slurm: Slurm) -> None:
     slurm.queue.write_text("101|101|RUNNING|n9|None|cluster_ddp other-20260101-000000-abcd\n")
     assert call("resume", run.id).status == 0
