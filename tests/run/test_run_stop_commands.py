@@ -179,8 +179,9 @@ def test_stop_of_a_complete_run_names_the_job_that_still_runs(
     ddp: Ddp, run: RunDirectory, say: Say, tmp_path: Path
 ) -> None:
     """As one whose script evaluates for hours after its training."""
-    begin(run, slurm_job_id="7")
+    attempt = begin(run, slurm_job_id="7")
     say("completed", 0, at=0, step=5)
+    os.utime(attempt.path, (0, 0))
     fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n1|None|cluster_ddp {run.id}'")
     assert ddp("stop", run.id).stderr.rstrip().endswith("To end it: scancel 7")
 
