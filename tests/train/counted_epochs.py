@@ -62,6 +62,15 @@ class Trainer:
                 if self.iter_num >= 5:
                     break
 
+    def begins_there_by_another_name(self, once: Any, run: Any = Kept) -> None:
+        self.cluster_run = run
+        self.iter_num = self.cluster_run.step
+        for _ in range(2):
+            for _ in once():
+                self.iter_num += 1
+                if self.iter_num >= 5:
+                    break
+
     def sets_the_rate(self, once: Any) -> None:
         rate = 0.0
         for _ in once():

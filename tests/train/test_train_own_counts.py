@@ -252,6 +252,7 @@ def goes_through_what_cuts(once: Any) -> None:
         (only_prints, None),
         (begins_at_the_place, None),
         (lambda once: Trainer().begins_at_the_place(once), None),
+        (lambda once: Trainer().begins_there_by_another_name(once), None),
     ],
 )
 def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], name: str | None) -> None:

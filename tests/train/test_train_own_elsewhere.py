@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
@@ -60,7 +61,15 @@ def notes_the_best(value: float) -> None:
     best_at_the_top = max(best_at_the_top, value)
 
 
-best_at_the_top = 0.0
+best_at_the_top = best_below_if = 0.0
+if best_below_if == 0.0:  # as most scripts have one to find out whether they are imported
+
+    def notes_the_best_below_if(value: float) -> None:
+        global best_below_if
+        if value > best_below_if:
+            best_below_if = value
+
+
 steps_done = rates_given = 0
 
 
@@ -201,6 +210,8 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
         (lambda trainer: trainer.seen, {"trainer": Trainer()}, "held['trainer'].best"),
         (lambda saver: saver, {"saver": Saver()}, "held['saver'].best"),
         (lambda state: state, {"state": {"best": 0.0}}, "held['state']['best']"),
+        (lambda state: state, {"state": {"best": torch.tensor(0.5)}}, "held['state']['best']"),
+        (lambda state: state, {"state": {"best": np.float32(0.5)}}, "held['state']['best']"),
         (lambda warmup: warmup.step(), {"warmup": Warmup()}, "held['warmup'].steps"),
         (lambda schedule: sets_rates(schedule, OfStep(), {}), {"schedule": Falling()}, "held['schedule'].calls"),
         (lambda schedule: schedule, {"schedule": PerEpoch()}, "held['schedule'].calls"),
@@ -211,7 +222,7 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
 def test_a_number_that_decides_elsewhere_is_told(step: Any, held: dict[str, Any], name: str) -> None:
     message = told(step, **held)
     assert f"{name}" in message and "which no checkpoint contains" in message
-    assert "best_at_the_top" in message  # which any program that holds this module depends on
+    assert "best_at_the_top, best_below_if" in message  # on which any program that holds this module depends
 
 
 def test_calls_that_a_schedule_only_counts_are_not_told() -> None:
@@ -257,6 +268,21 @@ def decorated(watch: Iterator[None], value: float, state: dict[str, float]) -> N
         if value > state["of decorated"]:
             state["of decorated"] = value
         next(watch, None)
+
+
+def test_what_a_callback_sets_in_the_function_around_it_is_told() -> None:
+    messages: list[str] = []
+    best, shown = 0.0, 0
+
+    def at_the_end_of_a_batch(value: float) -> None:
+        nonlocal best, shown
+        shown += 1
+        if value > best:
+            best = value
+
+    loop(lambda: at_the_end_of_a_batch(1.0), watch_elsewhere(Saved(), messages.append))
+    assert "depends on best, " in messages[0] and "shown" not in messages[0]
+    assert (best, shown) == (1.0, 2)
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])

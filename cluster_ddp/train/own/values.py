@@ -1,4 +1,4 @@
-"""Finds the tensors in a value, detects changes from a few of their elements, and takes the one number it holds."""
+"""Finds the tensors in a value, detects changes from a few of their elements, and recognizes single numbers."""
 
 from __future__ import annotations
 
@@ -76,6 +76,12 @@ def fingerprint_of(value: Any) -> int:
     if isinstance(value, dict):
         value = list(value.values())
     return fingerprint([fingerprint_of(part) for part in value]) if isinstance(value, (list, tuple)) else 0
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is one number, also as a tensor or of NumPy, or None, as before the first one."""
+    is_scalar = isinstance(value, (int, float, np.number)) or (isinstance(value, Tensor) and value.dim() == 0)
+    return value is None or is_scalar
 
 
 def one_number(name: str, value: Any) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from cluster_ddp.train.own.program import (
@@ -20,6 +19,7 @@ from cluster_ddp.train.own.program import (
     reachable,
     running_variables,
 )
+from cluster_ddp.train.own.values import is_number
 from cluster_ddp.train.own.watch.bodies import (
     Text,
     in_running,
@@ -104,13 +104,9 @@ def _unkept_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[str
         return
     of_loops, find = Text(text.parents, list(loops)), functools.partial(value_of, frame=frame)
     found = [*((name, True) for name in _counts_in(of_loops, find)), *((name, False) for name in _carried_in(of_loops))]
-    numbers = [(name, is_count) for name, is_count in found if _is_number(find(name))]
+    numbers = [(name, is_count) for name, is_count in found if is_number(find(name))]
     copies = ((name, False) for name in _copied_weights_in(of_loops, find))
     yield from ((name, is_count) for name, is_count in (*numbers, *copies) if not saved.has_named(name, frame))
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0)
 
 
 def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: int = 1) -> bool:

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from cluster_ddp.train.own.kept import Kept
-from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
+from cluster_ddp.train.own.program import (
+    found_or_nothing,
+    reachable,
+    running_frames,
+    running_variables,
+    variables_of,
+)
+from cluster_ddp.train.own.values import is_number
 from cluster_ddp.train.own.watch.bodies import (
     is_early_stopper,
     is_own_class,
@@ -35,7 +42,6 @@ from cluster_ddp.train.state.syntax import (
 )
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
-_NUMBERS = (int, float, type(None))
 _NAMES = re.compile(r"\w+")
 
 
@@ -43,10 +49,11 @@ def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]
     """Warn, after the second step, about numbers of the program that decide, and that no running function sets.
 
     Such as ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
-    of any class of the program's own with an object in its variables, and likewise with a global variable or an item
-    of a dict; or ``self.calls += 1`` in an object that computes learning rates from it. Also about numbers that steps
-    change so, if they are compared with others, such as the exploration rate of an agent. What a method sets to a
-    literal number, as a meter's ``reset()`` does, is not reported.
+    of any class of the program's own with an object in its variables, and likewise with an item of a dict, a global
+    variable, or one of the function around, which a callback sets; or ``self.calls += 1`` in an object that computes
+    learning rates from it. Also about numbers that steps change so, if they are compared with others, such as the
+    exploration rate of an agent. What a method sets to a literal number, as a meter's ``reset()`` does, is not
+    reported.
 
     Parameters
     ----------
@@ -76,7 +83,9 @@ def _numbers(saved: Saved) -> Iterator[_Found]:
     holders = [(name, value) for name, value in reachable(_variables(), _DEPTH) if id(value) not in held]
     objects = [(name, value) for name, value in holders if _is_of_program(value)]
     running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}
-    frames = {frame.f_code.co_filename: frame for frame in running_frames()}
+    shared: dict[str, dict[str, Any]] = {}  # by file: what functions there can have as variables of others
+    for frame in running_frames():
+        shared.setdefault(frame.f_code.co_filename, {}).update({**frame.f_globals, **variables_of(frame)})
     sources = {file: source_of(file) for file in program_files(value for _, value in objects)}
     asked = {part for source in sources.values() for part in _asked_for_rates(source)}
     giving = [type(value) for name, value in objects if not asked.isdisjoint(_NAMES.findall(name)[-1:])]
@@ -85,7 +94,7 @@ def _numbers(saved: Saved) -> Iterator[_Found]:
         for use in _uses_in(source, givers):
             if (file, use.line) in running:
                 continue  # `watch_counts` looks at it
-            for name, value in _values(use, objects, holders, frames[file].f_globals if file in frames else {}):
+            for name, value in _values(use, objects, holders, shared.get(file, {})):
                 yield _Found(name, value, use.decides, use.steers)
 
 
@@ -128,19 +137,19 @@ def _values(
 ) -> Iterator[tuple[str, Any]]:
     """The numbers that a use may mean, by the name under which the program holds them."""
     if not is_held(use.name):
-        if use.name in shared and type(shared[use.name]) in _NUMBERS:
+        if use.name in shared and is_number(shared[use.name]):
             yield use.name, shared[use.name]
         return
     if "[" in use.name:
         key = ast.literal_eval(use.name.rpartition("[")[2].removesuffix("]"))
         for name, value in holders:
-            if type(value) is dict and type(value.get(key, "")) in _NUMBERS:
+            if type(value) is dict and is_number(value.get(key, "")):
                 yield f"{name}[{key!r}]", value[key]
         return
     attribute = use.name.rpartition(".")[2]
     for name, value in objects:
         kinds = {kind.__name__ for kind in type(value).__mro__}
-        if (use.owner is None or use.owner in kinds) and type(vars(value).get(attribute, "")) in _NUMBERS:
+        if (use.owner is None or use.owner in kinds) and is_number(vars(value).get(attribute, "")):
             yield f"{name}.{attribute}", vars(value)[attribute]
 
 
@@ -163,8 +172,8 @@ def _uses_in(source: str, givers: Container[str]) -> Iterator[_Use]:
         The names of classes whose objects give learning rates.
     """
     for owner in ast.walk(tree_of(source)):
-        if isinstance(owner, (ast.Module, ast.ClassDef)):
-            functions = {node: with_parents(node) for node in owner.body if isinstance(node, FUNCTIONS)}
+        if isinstance(owner, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+            functions = {node: with_parents(node) for node in with_parents(owner) if isinstance(node, FUNCTIONS)}
             of_class = owner.name if isinstance(owner, ast.ClassDef) else None
             reset = {name for function in functions if function.name != "__init__" for name in _reset_in(function)}
             compared = {name for parents in functions.values() for name in compared_in(parents)}
@@ -176,7 +185,7 @@ def _uses_in(source: str, givers: Container[str]) -> Iterator[_Use]:
             rating = {name for parents in functions.values() for name in rating_in(parents, functions, gives=gives)}
             for function, parents in functions.items():
                 for use in _uses_of(function, parents, of_class, compared, rating):
-                    if use.name not in reset:
+                    if use.name not in reset and not (is_held(use.name) and isinstance(owner, FUNCTIONS)):
                         yield use
 
 
@@ -193,7 +202,7 @@ def _uses_of(
     compared: set[str],
     rating: set[str],
 ) -> Iterator[_Use]:
-    shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
+    shared = {name for node in parents if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     setting = {node: names for node in parents if (names := assigned(node))}
     for name in sorted({name for names in setting.values() for name in names if is_held(name) or name in shared}):
         nodes = [node for node, names in setting.items() if name in names]

@@ -18,7 +18,7 @@ from cluster_ddp.train.own.values import addresses
 from cluster_ddp.train.own.watch.bodies import value_or_none
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
-_RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
+_RESTORED = re.compile(r"\b(param_groups|(\w*_)?run_?|kept|get_last_lr|keep)\b")
 
 
 @dataclass(frozen=True)
