@@ -331,18 +331,6 @@ def test_ctrl_c_while_an_attempt_begins_stops_it(tmp_path: Path, monkeypatch: py
     assert status.state is RunState.STOPPED
 
 
-def test_a_node_program_that_is_stopped_is_told_with_what_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command waits for it, with all of its output."""
-    monkeypatch.setattr("cluster_ddp.submit.supervisor._POLL_SECONDS", 0.01)
-    stopped = subprocess.Popen(["sh", "-c", "(sleep 1; kill -CONT $$) & kill -STOP $$"])
-    monkeypatch.setattr(local.Supervisor, "_start_node", lambda *_: stopped)
-    spec = JobSpec(name="x", script="x.py", runs_dir=str(tmp_path))
-    local.start_local(local.plan_local(spec, gpus="none"), show=sys.stdout)
-    assert capsys.readouterr().err.count(f"kill -CONT {stopped.pid}\n") == 1
-
-
 def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, tmp_path: Path) -> None:
     """As on a full disk: the supervisor signals its nodes instead of ending with an error of its own."""
     process = call("local", "job.yaml", "--set", "args=['100000']", light=True)
