@@ -25,6 +25,7 @@ from cluster_ddp.words import duration, moment
 
 _REFRESH_SECONDS = 2.0
 _UNKNOWN = "unknown (the script does not report any)"
+_STALE_SECONDS = 60.0  # the age from which it is said when the step was reported
 _VALUE_COLUMN = 19  # of the values in the details of one run
 
 
@@ -108,7 +109,7 @@ def _detail(status: RunStatus) -> str:
     rows = [
         ("state", status.state.value + (f" ({status.reason})" if status.reason else "")),
         *(("warning", one_line(text)) for text in status.warnings),
-        *([("progress", _UNKNOWN)] if status.reports_nothing else [("step", _progress(status))]),
+        *([("progress", _UNKNOWN)] if status.reports_nothing else [("step", _progress(status) + _age(status))]),
         *([("training", one_line(status.training))] if status.training else _ranks(status)),
         *([("speed", _speed(status))] if status.samples_per_second or status.seconds_left is not None else []),
         ("samples", "-" if status.samples is None else f"{status.samples:,}"),
@@ -174,6 +175,12 @@ def _progress(status: RunStatus) -> str:
     if not status.total_steps:
         return str(status.step)
     return f"{status.step} of {status.total_steps} ({status.step / status.total_steps:.0%})"
+
+
+def _age(status: RunStatus) -> str:
+    """How long ago the step of a training was reported, if not just now: it may be slow, or hang."""
+    age = 0.0 if status.reported is None else time.time() - status.reported
+    return f", reported {duration(age)} ago" if age > _STALE_SECONDS else ""
 
 
 def _time(good: Goodput) -> str:

@@ -30,7 +30,7 @@ from cluster_ddp.run.storage import Storage, is_mine, replace_file
 from cluster_ddp.run.sweep_status import NotBegun, describe_element
 from cluster_ddp.slurm.states import SlurmJob
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_BYTES = 256 << 20  # a hundred thousand runs
 _ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.STALLED, RunState.STOPPED, RunState.CANCELLED)
 # What changed a moment ago may change again without changing its mark: some file systems count whole seconds, and

@@ -62,6 +62,7 @@ class RunStatus(RunSummary):
     samples: int | None
     # What a step is, in plain words: ranks, global batch, peak learning rate; None if not known
     training: str | None
+    reported: float | None  # Unix seconds of the latest metrics, while the run trains; omitted by `status --json`
     reports_nothing: bool  # whether it is a script that does not report its steps; omitted by `status --json`
     metrics: dict[str, float]  # latest value of each metric
     warnings: tuple[str, ...]  # what training warned about since the last `resume`, each text once, the latest last
@@ -104,6 +105,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
         step=step,
         total_steps=total_steps,
         samples=samples,
+        reported=history.metrics.times.get(history.last_number or 0) if trains else None,
         reports_nothing=history.reports_nothing,
         training=None if (training := _latest(history, "training")) is None else str(training),
         metrics=history.metrics.values,

@@ -34,7 +34,7 @@ def test_ports_are_those_of_the_script(call: Call) -> None:
 
 def test_until_a_hang_is_noticed_it_takes_as_long_as_said() -> None:
     minutes = f"{UNLEARNED / 60:.0f} minutes"
-    assert f"{minutes} during the first 20 steps of an attempt, and during evaluation and saving" in PAGE
+    assert f"{minutes} during the first 20 steps and 20 seconds of an attempt, and during evaluation and saving" in PAGE
 
 
 def test_backends_are_those_that_auto_picks() -> None:

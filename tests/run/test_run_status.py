@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.slurm.commands import parse_queue
 
 Say = Callable[..., None]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_the_contract_of_status_json(run: RunDirectory, say: Say) -> None:
@@ -72,6 +74,19 @@ def test_speed_and_end_are_told_while_it_trains_and_what_failed_before(run: RunD
     say("completed", 1, step=300)
     ended = describe(run, {})
     assert ended.seconds_left is None and ended.samples_per_second is None
+
+
+@pytest.mark.parametrize(("age", "told"), [(10, "50 of 300 (17%)"), (300, "50 of 300 (17%), reported 5m 00s ago")])
+def test_a_step_that_was_reported_a_while_ago_is_told_while_it_trains(
+    run: RunDirectory, say: Say, ddp: Command, age: float, told: str
+) -> None:
+    begin(run)
+    say("started", 0, at=0, step=0, total_steps=300)
+    row = {"step": 50, "samples": 1600, "epoch": 1, "attempt": 0, "time": time.time() - age, "train/loss": 0.5}
+    run.metrics_file.write_text(json.dumps(row) + "\n")
+    assert f"step             {told}\n" in ddp("status", run.id).stdout
+    say("completed", 0, step=300)
+    assert ", reported " not in ddp("status", run.id).stdout
 
 
 def test_nodes_that_give_no_sign_of_life_are_told_while_it_trains(run: RunDirectory, say: Say) -> None:
