@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cluster_ddp.launch.bad_hosts import enough_others
-from cluster_ddp.launch.lost_nodes import short_name
 from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.process import host_name
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
@@ -41,6 +40,7 @@ from cluster_ddp.slurm.job_info import (
     unseen_grace_end,
     why_it_ends,
 )
+from cluster_ddp.slurm.nodelist import short_name
 from cluster_ddp.slurm.start import SlurmStart, step_environment
 from cluster_ddp.slurm.states import LETS_RUN
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cluster_ddp.job.errors import Cause
-from cluster_ddp.launch.lost_nodes import record_lost_nodes, short_name
+from cluster_ddp.launch.lost_nodes import record_lost_nodes
 from cluster_ddp.run.attempt import is_earlier_start
 from cluster_ddp.run.causes import failures_of, is_surroundings, root_failure
 from cluster_ddp.run.directory import RunDirectory
@@ -24,6 +24,7 @@ from cluster_ddp.run.events import (
     login_writer,
 )
 from cluster_ddp.run.history import History, read_history
+from cluster_ddp.slurm.nodelist import short_name
 from cluster_ddp.slurm.start import SlurmStart
 
 _MIN_FAILED_ATTEMPTS = 2  # on a host: a single one may be bad luck

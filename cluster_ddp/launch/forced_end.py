@@ -12,7 +12,7 @@ from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.events import COMPLETED, read_events
+from cluster_ddp.run.events import COMPLETED, read_events_of
 from cluster_ddp.run.node_outcome import DONE, FAILED, KILLED, STOPPED
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, SCRIPT_GRACE_SECONDS, TIME_LIMIT
@@ -215,5 +215,4 @@ class ForcedEnd:
         return 0.0 if self._ranks.none_since is None else self._clock() - self._ranks.none_since
 
     def _run_is_complete(self) -> bool:
-        completed = (event for event in read_events(self._attempt.run) if event["event"] == COMPLETED)
-        return any(event.get("attempt") == self._attempt.number for event in completed)
+        return bool(read_events_of(self._attempt, COMPLETED))

@@ -29,7 +29,7 @@ class DumpRequest(NamedTuple):
 
 
 def request_dump(ranks: Iterable[Rank], heartbeat: Path) -> DumpRequest:
-    """Ask ranks for their stacks, which they write before they see anything they are told later, and recorders."""
+    """Ask ranks for their stacks and flight recorders. A rank writes its stacks before it sees any later request."""
     asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
     for rank, number in asked:
         send(rank.pid, number)

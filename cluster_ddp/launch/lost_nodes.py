@@ -20,8 +20,10 @@ from cluster_ddp.run.events import (
     EventWriter,
 )
 from cluster_ddp.run.history import Event, History, read_history
+from cluster_ddp.run.node_outcome import not_signed_off
 from cluster_ddp.run.stopfile import FINAL_REASONS, TERMINATED, read_stop
 from cluster_ddp.slurm.control import boot_times, down_nodes, taken_hosts
+from cluster_ddp.slurm.nodelist import short_name
 from cluster_ddp.slurm.start import SlurmStart
 
 _DOWN = "Slurm calls it down"
@@ -178,9 +180,8 @@ def _record_taken_nodes(history: History, attempt: AttemptDirectory, writer: Eve
 
 def _silent(history: History, number: int) -> dict[str, Event]:
     """Return the nodes of an attempt that have started but never signed off: by host, the event of the start."""
-    finished = {event.get("node") for event in history.of_attempt(number, NODE_FINISHED)}
-    started = [event for event in history.of_attempt(number, NODE_STARTED) if event.get("node") not in finished]
-    return {short_name(event["host"]): event for event in started if event.get("host")}
+    silent = not_signed_off(history.of_attempt(number))
+    return {short_name(event["host"]): event for event in silent if event.get("host")}
 
 
 def _record_killed_node(
@@ -226,8 +227,3 @@ def _explained(history: History, number: int) -> bool:
         for event in history.of_attempt(number, STOP_REQUESTED, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, HANG)
         if event not in waited  # a node that the others waited for is the one to be found
     )
-
-
-def short_name(host: object) -> str:
-    """Return a host's name in Slurm's form; a node may know itself by its full name."""
-    return str(host or "").split(".")[0]

@@ -10,7 +10,7 @@ from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_STARTED, RANK_FAILED, EventWriter, read_events
+from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_STARTED, RANK_FAILED, EventWriter, read_events_of
 from cluster_ddp.run.history import Event
 
 FIRST_TO_RECORD_SECONDS = 2.0
@@ -115,5 +115,4 @@ class NodeFailures:
         return {event.get("host") for event in self._of_attempt(NODE_FAILED) if event.get("suspect")}
 
     def _of_attempt(self, *names: str) -> list[Event]:
-        found = read_events(self._attempt.run)
-        return [event for event in found if event["event"] in names and event["attempt"] == self._attempt.number]
+        return read_events_of(self._attempt, *names)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from cluster_ddp.run import node_outcome
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.events import COMPLETED, NODE_FINISHED, NODE_STARTED, STOPPED, EventWriter, read_events
+from cluster_ddp.run.events import COMPLETED, NODE_FINISHED, NODE_STARTED, STOPPED, EventWriter, read_events_of
 from cluster_ddp.run.stopfile import TERMINATED
 
 
 def record_script_outcome(attempt: AttemptDirectory, writer: EventWriter) -> None:
     """Record that the script of an attempt has completed, or was stopped, unless it has recorded that itself."""
-    events = [event for event in read_events(attempt.run) if event.get("attempt") == attempt.number]
+    events = read_events_of(attempt)
     started = {event.get("node") for event in events if event["event"] == NODE_STARTED and event.get("script")}
     finished = {event.get("node"): event for event in events if event["event"] == NODE_FINISHED}
     said = {event["event"] for event in events}

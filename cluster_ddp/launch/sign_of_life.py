@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.events import NODE_FINISHED, read_events
+from cluster_ddp.run.events import NODE_FINISHED, read_events_of
 from cluster_ddp.run.reading import open_regular
 from cluster_ddp.run.storage import open_append
 
@@ -132,9 +132,7 @@ class SilentNodes:
         return [node for node in self._files if node not in ended and self._silent_for(node, now) > SILENT_SECONDS]
 
     def _signed_off(self) -> set[object]:
-        number = self._attempt.number
-        finished = (event for event in read_events(self._attempt.run) if event["event"] == NODE_FINISHED)
-        return {event.get("node") for event in finished if event["attempt"] == number}
+        return {event.get("node") for event in read_events_of(self._attempt, NODE_FINISHED)}
 
     def _there(self, node: int, file: Path, now: float) -> bool:
         try:

@@ -91,7 +91,7 @@ def what_failed(history: History, number: int) -> str | None:
     failures = failures_of(history, number)
     hangs = history.of_attempt(number, HANG)
     if hangs and all(map(is_surroundings, failures)):
-        return str(cause_of_hang(hangs).get("reason"))
+        return str(cause_of_hang(hangs).get("reason") or "no step was finished for too long")
     if (lost := lost_nodes(history, number)) and all(map(is_surroundings, failures)):
         return lost
     return describe_failure(root_failure(failures)) if failures else None

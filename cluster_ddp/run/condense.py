@@ -90,11 +90,9 @@ def _kept_failures(events: list[Event]) -> Iterator[Event]:
 
 def _kept_nodes(events: list[Event]) -> Iterator[Event]:
     """Yield one node for all that began and ended normally, and each one that did not."""
-    started = [event for event in events if event["event"] == NODE_STARTED]
     finished = [event for event in events if event["event"] == NODE_FINISHED]
-    signed_off = {event.get("node") for event in finished}
-    yield from started[:1]
-    yield from (event for event in started if event.get("node") not in signed_off)
+    yield from [event for event in events if event["event"] == NODE_STARTED][:1]
+    yield from node_outcome.not_signed_off(events)
     yield from (event for event in finished if event.get("outcome") == node_outcome.SUPERSEDED)
     yield from (*_ends(finished), *_ends(sorted(finished, key=_step)))
 

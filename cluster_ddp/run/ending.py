@@ -6,14 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from cluster_ddp.run.causes import (
-    cause_of_hang,
-    describe_failure,
-    failures_of,
-    is_surroundings,
-    lost_nodes,
-    root_failure,
-)
+from cluster_ddp.run.causes import failures_of, is_surroundings, lost_nodes, what_failed
 from cluster_ddp.run.errors import RunEnded, resume_command, to_continue
 from cluster_ddp.run.events import (
     CHECKPOINT,
@@ -23,7 +16,6 @@ from cluster_ddp.run.events import (
     NODE_FAILED,
     NODE_FINISHED,
     NODE_LOST,
-    NODE_STARTED,
     NODE_TAKEN,
     PREEMPTED,
     RANK_FAILED,
@@ -35,6 +27,7 @@ from cluster_ddp.run.events import (
     STOPPED,
 )
 from cluster_ddp.run.history import Event, History
+from cluster_ddp.run.node_outcome import not_signed_off
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.run_state import RunState
@@ -122,16 +115,16 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         stop_reason = None
     if stop_reason is not None and (saved or not own_fault) and not _follows_a_failure(stop_reason, events, failures):
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
+    failed = what_failed(history, number) or ""
     if hangs and not own_fault:  # a rank that has failed may not exit, because of a thread of its own
-        why = cause_of_hang(hangs).get("reason")
-        return AttemptOutcome(Ending.HUNG, str(why or "no step was finished for too long"))
-    if (lost := lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence
-        return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
+        return AttemptOutcome(Ending.HUNG, failed)
+    if not own_fault and lost_nodes(history, number):  # errors on the other nodes are a consequence
+        return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, failed)
     if failures:
         comes_back = any(event.get("comes_back") is True for event in failures)
         at_start = comes_back or (own_fault and not _has_progressed(history, number))
         ending = Ending.FAILED_AT_START if at_start else Ending.FAILED
-        return AttemptOutcome(ending, describe_failure(root_failure(failures)))
+        return AttemptOutcome(ending, failed)
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
     if asked:
         return AttemptOutcome(Ending.UNKNOWN, f"it was killed before it could save, after {asked[0]}")
@@ -141,9 +134,8 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
 
 def _never_signed_off(events: list[Event]) -> list[str]:
     """Return the hosts whose node programs have started but not signed off, if others have."""
-    finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
-    started = [event for event in events if event["event"] == NODE_STARTED and event.get("host")]
-    return [f"node {event['host']}" for event in started if event.get("node") not in finished] if finished else []
+    have_others = any(event["event"] == NODE_FINISHED for event in events)
+    return [f"node {event['host']}" for event in not_signed_off(events) if have_others and event.get("host")]
 
 
 def _with_batch_host(history: History, number: int) -> str:

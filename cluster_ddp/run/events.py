@@ -22,7 +22,7 @@ from cluster_ddp.run.reading import MAX_LINES, as_time, as_whole, parse_lines, r
 from cluster_ddp.run.storage import Storage, open_lines
 
 if TYPE_CHECKING:
-    from cluster_ddp.run.directory import RunDirectory
+    from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 
 # The names of all events. Their fields:
 # started, resumed (by rank 0 of training): step, world_size, total_steps
@@ -147,6 +147,12 @@ def read_events(run: RunDirectory, *, strict: bool = False) -> list[dict[str, An
     """
     whole, torn = _read(run, read_digest(run.digest_file), strict=strict)
     return sorted([*whole.events, *torn], key=_time)
+
+
+def read_events_of(attempt: AttemptDirectory, *names: str) -> list[dict[str, Any]]:
+    """Read the events of one attempt by time; only those with the given names, if any are given."""
+    own = (event for event in read_events(attempt.run) if event["attempt"] == attempt.number)
+    return [event for event in own if not names or event["event"] in names]
 
 
 def read_whole_events(run: RunDirectory) -> Digest:

@@ -34,7 +34,7 @@ class Facts:
 
     @property
     def is_job_cancelled(self) -> bool:
-        return self.job is not None and self.job.state == "CANCELLED"
+        return self.job is not None and self.job.is_cancelled
 
     @property
     def next_of_chain(self) -> str | None:

@@ -24,9 +24,6 @@ from cluster_ddp.run.stopfile import TERMINATED
 
 Found = tuple[RunState, str]
 
-_BATCH_KILLED = ("RaisedSignal", "JobLaunchFailure")  # Slurm's reason once a batch process was killed; 22.05 the latter
-_OUTPUT_FAILED = ("RaisedSignal:53", "JobLaunchFailure")  # once slurmstepd could not open the job's output
-
 
 def final_state(facts: Facts) -> tuple[RunState, str]:
     """Return state and reason of a run whose last attempt is over."""
@@ -153,8 +150,8 @@ def _left_no_record(end: _End) -> Found | None:
         return None
     if end.facts.is_job_cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
-    killed = ": its keeper was killed" if job.reason.startswith(_BATCH_KILLED) else ""
-    if job.reason.startswith(_OUTPUT_FAILED):
+    killed = ": its keeper was killed" if job.batch_was_killed else ""
+    if job.output_failed:
         killed += ", or Slurm could not open its output in the run directory"
     how = f"Slurm job {job.job_id} {end.facts.how_the_job_ended()}{killed}"
     return end.lost(f"{how}, and training left no record of its end {end.facts.see_output(job.job_id)}")

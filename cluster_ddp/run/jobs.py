@@ -94,7 +94,7 @@ def current_job(known: KnownRun, history: History, slurm_jobs: Mapping[str, Slur
 
 
 def _is_withdrawn(job: SlurmJob, known: KnownRun) -> bool:
-    return job.state == "CANCELLED" and job.job_id.partition("_")[0] in known.withdrawn
+    return job.is_cancelled and job.job_id.partition("_")[0] in known.withdrawn
 
 
 def may_belong(job: SlurmJob, history: History, record: RunRecord | None) -> bool:

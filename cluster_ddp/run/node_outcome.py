@@ -1,4 +1,11 @@
-"""How a node ended: the values of `outcome` in the event `node-finished`."""
+"""How the node programs of an attempt ended: the values of `outcome` in `node-finished`, and which have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cluster_ddp.run.events import NODE_FINISHED, NODE_STARTED
 
 DONE = "done"
 STOPPED = "stopped"
@@ -6,3 +13,10 @@ FAILED = "failed"
 KILLED = "killed"
 HUNG = "hang"
 SUPERSEDED = "superseded"  # a newer attempt of the run had begun
+
+
+def not_signed_off(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, of an attempt's events, those with which nodes have started that have not finished."""
+    events = list(events)
+    finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
+    return [event for event in events if event["event"] == NODE_STARTED and event.get("node") not in finished]

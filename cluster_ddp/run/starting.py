@@ -70,20 +70,30 @@ def last_output(facts: Facts) -> str:
     """Quote the end of a job's output, for a job that has left no other word, or none yet."""
     assert facts.job is not None
     name = facts.output_file(facts.job.job_id)
-    said = end_of_output(facts.history.run.path / name, name)
-    other_cause = any(words in said for words in ("there is no", "slurmstepd: error:", "ends with: cluster-ddp:"))
+    last = _last_line(facts.history.run.path / name)
+    other_cause = last is None or last.startswith("cluster-ddp:") or "slurmstepd: error:" in last
     by_itself = facts.job.state in ("COMPLETED", "FAILED") and not other_cause
-    return f"({said}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
+    return f"({_quoted(last, name)}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 
 
 def end_of_output(file: Path, name: str) -> str:
     """Quote the last line of a job's output; `name` is what to call its file."""
+    return _quoted(_last_line(file), name)
+
+
+def _last_line(file: Path) -> str | None:
+    """Return the last line with anything in it, empty if there is none; None if there is no file."""
     try:
         lines = read_tail(file, _MAX_OUTPUT).decode(errors="replace").split("\n")
     except OSError:
+        return None
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _quoted(last: str | None, name: str) -> str:
+    if last is None:
         return f"there is no {name}"
-    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-    return f"{name} is empty" if last is None else f"{name} ends with: {last[:_MAX_QUOTE]}"
+    return f"{name} ends with: {last[:_MAX_QUOTE]}" if last else f"{name} is empty"
 
 
 def failed_start(facts: Facts, job_id: str, *, queued: bool) -> str | None:

@@ -14,9 +14,8 @@ from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.starting import NEVER_BEGAN, failed_before, failed_start, never_began, should_have_begun, waits_for
 from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON
-from cluster_ddp.slurm.reasons import in_words
+from cluster_ddp.slurm.reasons import how_to_continue, how_to_release, why_it_waits
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
-from cluster_ddp.words import moment
 
 
 def state_of(facts: Facts) -> tuple[RunState, str | None]:
@@ -27,7 +26,7 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
         said = [outcome.why] if outcome.ending is not Ending.COMPLETED else []
         return outcome.ending.state, "; ".join(filter(None, [*said, left_behind(history, job)])) or None
     if job is not None and job.state in SUSPENDED:
-        return RunState.SUSPENDED, _how_to_continue(job)
+        return RunState.SUSPENDED, how_to_continue(job)
     if job is not None and job.state in ACTIVE:
         starting = waits_for(facts, job.job_id) if job.state == "RUNNING" else None
         if starting is not None and _no_attempt_may_follow(history):
@@ -46,11 +45,7 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
 
 def _waiting(outcome: AttemptOutcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
     """Return state and reason of a run in the queue: why it was requeued, and what Slurm says it is waiting for."""
-    said = in_words(job.reason)
-    if job.state == "CONFIGURING" and said is None:
-        said = "Slurm starts its nodes, which have been powered down, or reboots them (CONFIGURING)"
-    elif job.starts is not None:
-        said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
+    said = why_it_waits(job)
     state, why = (RunState.PENDING, failed) if outcome is None else (RunState.REQUEUED, failed or outcome.why)
     if why is None:
         return state, said
@@ -116,22 +111,3 @@ def _unseen(history: History, last: AttemptRecord) -> str:
     else:
         here = f"started on {last.process.host if last.process else '?'}, which cannot be checked from here"
     return "; ".join(filter(None, [f"{here}; this is its last known state", silent_nodes(history)]))
-
-
-def _how_to_continue(job: SlurmJob) -> str:
-    """Say who has made a job's processes stand still, and what makes them continue."""
-    if job.state == "STOPPED":  # not by Slurm, which therefore does not resume it either
-        # The first reaches the job's steps, the second its script: which of them was stopped, Slurm does not show.
-        return (
-            "stopped by a signal (scancel --signal=STOP); it continues where it is after: "
-            f"scancel --signal=CONT {job.job_id}; scancel --signal=CONT --full {job.job_id}"
-        )
-    return "suspended by Slurm; it continues where it is when Slurm resumes it"
-
-
-def how_to_release(job: SlurmJob) -> str:
-    """Say why Slurm holds a job, who can release it, and how."""
-    why = job.state if job.reason in ("", "None") else job.reason
-    if job.reason == "JobHeldAdmin":
-        return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"
-    return f"Slurm holds job {job.job_id} ({why}); release it with: scontrol release {job.job_id}"

@@ -14,11 +14,10 @@ from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import OrphanedJob, run_in_comment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.starting import end_of_output
-from cluster_ddp.run.state import how_to_release
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.storage import owner_of
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
-from cluster_ddp.slurm.reasons import in_words
+from cluster_ddp.slurm.reasons import how_to_release, in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 TO_START = frozenset({RunState.FAILED, RunState.STALLED, RunState.LOST, RunState.STOPPED})
@@ -118,7 +117,7 @@ def _state(
         return RunState.PENDING, in_words(job.reason)
     if job.state in ACTIVE:
         return RunState.RUNNING, "starting"
-    if job.state == "CANCELLED":
+    if job.is_cancelled:
         return (
             RunState.LOST,
             f"job {job.job_id} was cancelled before it started; {resume_command(record.id)} starts it",

@@ -39,6 +39,11 @@ def first_host(node_list: str) -> str:
     return next(iter(_hosts(_items(node_list)[0], node_list)))
 
 
+def short_name(host: object) -> str:
+    """Return a host's name in Slurm's form; a node may know itself by its full name."""
+    return str(host or "").split(".")[0]
+
+
 def _items(node_list: str) -> list[str]:
     """Split at the commas outside brackets."""
     items = re.split(r",(?![^\[\]]*\])", node_list.strip())

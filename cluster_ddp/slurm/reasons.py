@@ -1,8 +1,11 @@
-"""What Slurm says, in plain English: why a job waits, and what to do about a refusal."""
+"""What Slurm says, in plain English: why a job waits, and what to do about that, or about a refusal."""
 
 from __future__ import annotations
 
 import re
+
+from cluster_ddp.slurm.states import SlurmJob
+from cluster_ddp.words import moment
 
 _PLAIN = {
     "Priority": "jobs of a higher priority come first",
@@ -73,6 +76,35 @@ def in_words(reason: str) -> str | None:
     word, _, _ = reason.partition(",")  # ReqNodeNotAvail, UnavailableNodes:n7
     plain = _PLAIN.get(word) or _limit(reason)
     return f"{plain} ({reason})" if plain else reason
+
+
+def why_it_waits(job: SlurmJob) -> str | None:
+    """Say what a job in the queue is waiting for, and when Slurm expects it to start; None if Slurm does not say."""
+    said = in_words(job.reason)
+    if job.state == "CONFIGURING" and said is None:
+        return "Slurm starts its nodes, which have been powered down, or reboots them (CONFIGURING)"
+    if job.starts is not None:
+        return f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
+    return said
+
+
+def how_to_continue(job: SlurmJob) -> str:
+    """Say who has made a job's processes stand still, and what makes them continue."""
+    if job.state == "STOPPED":  # not by Slurm, which therefore does not resume it either
+        # The first reaches the job's steps, the second its script: which of them was stopped, Slurm does not show.
+        return (
+            "stopped by a signal (scancel --signal=STOP); it continues where it is after: "
+            f"scancel --signal=CONT {job.job_id}; scancel --signal=CONT --full {job.job_id}"
+        )
+    return "suspended by Slurm; it continues where it is when Slurm resumes it"
+
+
+def how_to_release(job: SlurmJob) -> str:
+    """Say why Slurm holds a job, who can release it, and how."""
+    why = job.state if job.reason in ("", "None") else job.reason
+    if job.reason == "JobHeldAdmin":
+        return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"
+    return f"Slurm holds job {job.job_id} ({why}); release it with: scontrol release {job.job_id}"
 
 
 def _limit(reason: str) -> str | None:

@@ -52,6 +52,21 @@ class SlurmJob(NamedTuple):
         """Whether it stays in the queue until a person releases it."""
         return self.state in HELD or (self.state in WAITING and _says_held(self.reason))
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its owner or an administrator has cancelled it."""
+        return self.state == "CANCELLED"
+
+    @property
+    def batch_was_killed(self) -> bool:
+        """Whether Slurm's reason for its end is that the batch process was killed; 22.05 gives the latter."""
+        return self.reason.startswith(("RaisedSignal", "JobLaunchFailure"))
+
+    @property
+    def output_failed(self) -> bool:
+        """Whether it may be that slurmstepd could not open its output."""
+        return self.reason.startswith(("RaisedSignal:53", "JobLaunchFailure"))
+
 
 def _says_held(reason: str) -> bool:
     """Whether a reason means a hold: a word such as JobHeldUser, or a sentence, perhaps with underscores."""

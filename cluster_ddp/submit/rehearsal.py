@@ -182,8 +182,8 @@ class Rehearsal:
 
 def _first_difference(straight: RunDirectory, resumed: RunDirectory, stop_after: int) -> LoggedDifference | None:
     """The first logged value that differs, of those that agreed until the stop: times and rates never do."""
-    one, other = values_by_step(straight.metrics_file), values_by_step(resumed.metrics_file)
-    pairs = {step: (one[step], other[step]) for step in sorted(one.keys() & other.keys())}
+    calm, stopped = values_by_step(straight.metrics_file), values_by_step(resumed.metrics_file)
+    pairs = {step: (calm[step], stopped[step]) for step in sorted(calm.keys() & stopped.keys())}
     before = [pair for step, pair in pairs.items() if step <= stop_after]
     for step, (mine, theirs) in pairs.items():
         for name in sorted(mine.keys() & theirs.keys()):

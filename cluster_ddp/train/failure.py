@@ -24,7 +24,7 @@ from cluster_ddp.process import host_name
 from cluster_ddp.run import events
 from cluster_ddp.run.causes import cause_of_message, shortened
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.events import EventWriter, read_events_of
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
@@ -108,10 +108,7 @@ def _earlier_failure(error: BaseException, world: World, writer: EventWriter | N
 
 
 def _rank_0_has_recorded(run: RunDirectory, attempt: int) -> bool:
-    return any(
-        (event["event"], event["attempt"], event.get("rank")) == (events.FAILED, attempt, 0)
-        for event in read_events(run)
-    )
+    return any(event.get("rank") == 0 for event in read_events_of(run.attempt(attempt), events.FAILED))
 
 
 def _let_others_ask(world: World) -> None:

@@ -55,7 +55,7 @@ def _keys(value: ast.expr | None) -> list[str] | None:
 
 
 def _keys_of_variable(variable: str, nodes: list[ast.AST]) -> list[str] | None:
-    """The same of a variable that is set to such dicts, and of which items are set, and that is used for no more."""
+    """As `_keys`, for a variable that is only set to such dicts, filled by key and returned."""
     uses = sum(isinstance(node, ast.Name) and node.id == variable for node in nodes)
     uses -= sum(isinstance(node, ast.Return) and _is_named(node.value, variable) for node in nodes)
     found: list[str] = []

@@ -23,6 +23,7 @@ from waiting import wait_for
 from cluster_ddp.launch import node_failures
 from cluster_ddp.launch.agent_failure import AgentFailure
 from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.run import events
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import outcome_of
 from cluster_ddp.run.events import NODE_FAILED, NODE_STARTED, EventWriter, read_events
@@ -340,7 +341,7 @@ def test_a_node_that_did_not_come_is_recorded_once_by_those_that_did(
             continue
         stale = iter([seen])
         late = lambda run, stale=stale: next(stale, None) or read_events(run)  # noqa: E731
-        monkeypatch.setattr(node_failures, "read_events", late)
+        monkeypatch.setattr(events, "read_events", late)
         failures_of_node(attempt, host, rank, monkeypatch).record_agent_failure(1)
     monkeypatch.undo()
     assert [event["host"] for event in read_events(fresh) if event.get("suspect")] == ["n3"]

@@ -9,6 +9,7 @@ import torch
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.counts import watch_counts
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
 
 
@@ -34,7 +35,7 @@ def batches(messages: list[str], *handed: Any) -> Any:
         for number in range(3):
             yield number
             if number == 1:
-                list(watch_counts(Saved(handed), messages.append))
+                list(watch_counts(Saved(handed), Reported(messages.append)))
 
     return once
 

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.watch.before_batches import watch_before_batches
+from cluster_ddp.train.own.watch.reported import Reported
 
 
 class Loader:
@@ -22,7 +23,7 @@ class Loader:
 
     def __init__(self, passed_in: PassedIn, kept: KeptValues) -> None:
         self.messages: list[str] = []
-        self._look = lambda: list(watch_before_batches(passed_in, kept, self.messages.append))
+        self._look = lambda: list(watch_before_batches(passed_in, kept, Reported(self.messages.append)))
 
     def epochs(self) -> Iterator[int]:
         yield 0

@@ -11,6 +11,7 @@ from counted_epochs import Kept, Trainer, batches
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.counts import watch_counts
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
 
 
@@ -121,7 +122,9 @@ def test_a_dict_that_the_loop_keeps_is_not_told() -> None:
     best, messages, values = {"accuracy": 0.0, "epoch": 0}, list[str](), kept.KeptValues()
     values.add({"best": best})
     saved = Saved(kept=values)
-    keeps_the_best_in_a_dict(lambda: (list(watch_counts(saved, messages.append)) and 1 for _ in range(3)), best)
+    keeps_the_best_in_a_dict(
+        lambda: (list(watch_counts(saved, Reported(messages.append))) and 1 for _ in range(3)), best
+    )
     assert messages == []
 
 

@@ -28,6 +28,7 @@ from cluster_ddp.train.own.program import variables_of
 from cluster_ddp.train.own.watch.carried import watch_carried
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
 from cluster_ddp.train.own.watch.queues import watch_queues
+from cluster_ddp.train.own.watch.reported import Reported
 
 
 class Shadow:
@@ -213,7 +214,7 @@ def test_looking_for_queues_leaves_modules_alone(recwarn: pytest.WarningsRecorde
     import torch.distributed as dist
 
     assert dist is not None
-    next(watch_queues(SimpleNamespace(optimizers=[], others={}), KeptValues(), print))  # type: ignore[arg-type]
+    next(watch_queues(SimpleNamespace(optimizers=[], others={}), KeptValues(), Reported(print)))  # type: ignore[arg-type]
     assert [warning for warning in recwarn if "reduce_op" in str(warning.message)] == []
 
 
@@ -228,7 +229,7 @@ def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> N
     state, old, seen, pairs = np.zeros(4), torch.ones(2), 0, (torch.zeros(2), 1)
     shown = old
     mask: Tensor | None = None
-    for batch in batches(FirstSteps([watch_carried(KeptValues(), messages.append)]).end_step):
+    for batch in batches(FirstSteps([watch_carried(KeptValues(), Reported(messages.append))]).end_step):
         if mask is None:
             mask = torch.ones(2)  # once, in the first batch
         output = mask * batch * 2 if seen else batch * 3
@@ -269,7 +270,7 @@ class CartPole(Env):
 def test_an_environment_that_goes_on_is_named() -> None:
     messages: list[str] = []
     envs, next_obs = CartPole(), torch.zeros(2)
-    for batch in batches(FirstSteps([watch_carried(KeptValues(), messages.append)]).end_step):
+    for batch in batches(FirstSteps([watch_carried(KeptValues(), Reported(messages.append))]).end_step):
         next_obs = next_obs + batch + 1
     (message,) = messages
     assert "in next_obs, which" in message

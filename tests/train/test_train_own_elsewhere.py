@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
 from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.elsewhere import watch_elsewhere
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.own.watch.schedulers import watch_schedules
 
@@ -200,7 +201,7 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
     values = kept.KeptValues()
     if "kept" in held:
         values.add({"kept": held["kept"]})
-    loop(lambda: step(*held.values()), watch_elsewhere(Saved(passed_in, values), messages.append), **held)
+    loop(lambda: step(*held.values()), watch_elsewhere(Saved(passed_in, values), Reported(messages.append)), **held)
     return "".join(messages)
 
 
@@ -254,7 +255,7 @@ def test_a_rate_that_a_function_gives_by_a_count_at_the_top_is_told() -> None:
 
 def test_a_decorated_function_that_runs_is_left_to_the_watch_on_running_functions() -> None:
     messages: list[str] = []
-    decorated(watch_elsewhere(Saved(), messages.append), 1.0, {"of decorated": 0.0})
+    decorated(watch_elsewhere(Saved(), Reported(messages.append)), 1.0, {"of decorated": 0.0})
     assert "best_at_the_top" in messages[0] and "of decorated" not in messages[0]
 
 
@@ -280,7 +281,7 @@ def test_what_a_callback_sets_in_the_function_around_it_is_told() -> None:
         if value > best:
             best = value
 
-    loop(lambda: at_the_end_of_a_batch(1.0), watch_elsewhere(Saved(), messages.append))
+    loop(lambda: at_the_end_of_a_batch(1.0), watch_elsewhere(Saved(), Reported(messages.append)))
     assert "depends on best, " in messages[0] and "shown" not in messages[0]
     assert (best, shown) == (1.0, 2)
 

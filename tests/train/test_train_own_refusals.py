@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "give scheduler="),
     "kept elsewhere": (lambda run, model, opt: updates(run.resumable(
         plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
-        "optimizer.before.0.weight: does not come back"),
+        "optimizer.before.0.weight: is not restored"),
     "named tuples kept later": (lambda run, model, opt: fill(run, run.keep(memory=[]), model, opt),
         "run.keep(memory=...): memory.0 is a test_train_own_refusals.Step, which a checkpoint cannot contain: keep "
         "tensors, numbers, strings, or lists and dicts of these, and a plain tuple(...) instead of one with names"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -209,3 +209,32 @@ def test_what_later_batches_use_is_told(loop: Callable[[Any], None]) -> None:
     assert len(messages) == 1
     assert f" {TOLD[loop]}" in messages[0]
     assert "']=" not in messages[0]  # to be kept under a name
+
+
+class WithTwoOfThem:
+    """Holds a number that another watch reports, and what only the words of that report happen to name."""
+
+    def __init__(self) -> None:
+        self.bank, self.best = torch.zeros(4), 0.0
+
+    def fit(self, once: Callable[[], Iterator[Tensor]]) -> None:
+        loop = "warm"
+        for _ in range(3):
+            for batch in once():
+                loss = (MODEL(batch) - self.bank).square().mean() * (1.0 if loop == "warm" else 2.0)
+                loss.backward()
+                self.bank.mul_(0.9).add_(batch.mean(0))
+                if loss.item() > self.best:
+                    self.best = loss.item()
+                if loss.item() < 0.5:
+                    loop = "main"
+
+
+def test_what_is_told_does_not_hide_other_variables_of_which_its_words_remind() -> None:
+    messages: list[str] = []
+    WithTwoOfThem().fit(twice(messages))
+    told = [
+        message.partition(", which")[0].partition(", from which")[0].partition(" in one batch")[0]
+        for message in messages
+    ]
+    assert told == ["the loop depends on self.best", "steps change self.bank", "the loop sets loop"]

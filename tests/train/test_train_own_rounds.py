@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.rounds import watch_rounds
 
 passed_in = SimpleNamespace(step=0)
@@ -20,7 +21,7 @@ class Run:
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.messages = step, list[str]()
-        self.watch = watch_rounds(lambda: self.step, self.messages.append, [passed_in])
+        self.watch = watch_rounds(lambda: self.step, Reported(self.messages.append), [passed_in])
 
     def batches(self, accumulate: int = 1) -> Iterator[int]:
         for is_looked_at in (False, True, True, False):

@@ -11,6 +11,7 @@ from cluster_ddp.train.own import kept as own_kept
 from cluster_ddp.train.own.watch.counts import watch_counts
 from cluster_ddp.train.own.watch.in_loss import watch_loss
 from cluster_ddp.train.own.watch.remembered import watch_remembered
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
 
 MODEL = nn.Linear(4, 4)
@@ -27,11 +28,8 @@ def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
     kept = own_kept.KeptValues()
     kept.add({"mode": "first"})  # equal to a variable of one of the loops
     saved = Saved([MODEL], kept)
-    watches = [
-        watch_counts(Saved(), messages.append),
-        watch_loss(saved, messages, messages.append),
-        watch_remembered(saved, messages, messages.append),
-    ]
+    report = Reported(messages.append)
+    watches = [watch_counts(Saved(), report), watch_loss(saved, report), watch_remembered(saved, report)]
 
     def once() -> Iterator[Tensor]:
         for _ in range(2):

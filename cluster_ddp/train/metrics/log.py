@@ -69,7 +69,7 @@ class Report:
 
 
 def _could(logger: Logger, do: Callable[[Logger], None]) -> bool:
-    """Whether a logger could do this. If not, as on a full disk, that is told, and training does not end for it."""
+    """Call a logger; if that fails, as on a full disk, warn and return False, as training does not depend on it."""
     try:
         do(logger)
     except Exception as error:

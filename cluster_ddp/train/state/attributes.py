@@ -167,7 +167,7 @@ class Attributes(Snapshot):
     def has_a_place_in(self, saved: Attributes, name: str, before: Attributes) -> bool:
         """Whether the state holds the value of a leaf where it held one before, too, other than in a list.
 
-        A whole number or a word, or what many things have, counts only under the same last name.
+        A whole number or a string, or what many things have, counts only under the same last name.
         """
         return any(
             (isinstance(form, (float, Tensor)) and not is_common(form)) or last_part(place) == last_part(name)

@@ -66,4 +66,4 @@ def _is_in_a_log(place: str, saved: Attributes, saved_then: Attributes) -> bool:
 def _likeness(name: str, place: str) -> int:
     """How many parts of two names are the same, from the last one on."""
     parts = zip(reversed(name.split(".")), reversed(place.split(".")), strict=False)
-    return next((number for number, (one, other) in enumerate(parts) if one != other), len(place))
+    return next((number for number, (mine, other) in enumerate(parts) if mine != other), len(place))

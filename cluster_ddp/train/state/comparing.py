@@ -76,7 +76,7 @@ def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) ->
     was, now = mine.get(name), theirs.get(name)
     if name not in theirs or name not in mine:
         if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
-            return "does not come back" if name in mine else "comes back though it was not there"
+            return "is not restored" if name in mine else "appears after a resume, but was not there"
     elif isinstance(was, Tensor) and isinstance(now, Tensor):
         if not equal_bits(was, now):
             return "different values come back"

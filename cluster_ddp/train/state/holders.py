@@ -48,7 +48,7 @@ class Holders:
         return False
 
     def unread(self, names: Collection[str], now: Attributes) -> set[str]:
-        """Those of these numbers and words that no step reads as an earlier one has left them; none of very many."""
+        """The numbers and strings that no step reads as an earlier one left them; empty if there are too many."""
         found = set[str]()
         for name in filter(now.is_value, names if len(names) <= _FEW else ()):
             with contextlib.suppress(Exception):  # as for `place`

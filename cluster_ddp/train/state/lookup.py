@@ -116,7 +116,7 @@ class Lookup:
         return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
 
     def _follows(self, name: str, place: str, leaf: Any) -> bool:
-        """Whether a common value in the state was that of this name before, too; a flag may be a number there."""
+        """Whether this place in the state held the previous value of this name, too; a bool may be a number there."""
         are_flags = isinstance(leaf, bool) == isinstance(self._now.leaves.get(name), bool)
         if not (are_flags or last_part(place) == last_part(name)):
             return False

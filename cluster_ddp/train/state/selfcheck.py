@@ -167,7 +167,7 @@ def _memory_that_differs(
     wholes = aliases.keys() ^ find_aliases(again).keys()
     now, then = find_overlaps(live), find_overlaps(again)
     return [
-        *(f"{name}: shares its memory otherwise" for name in sorted(wholes)),
+        *(f"{name}: shares memory with other tensors after a resume" for name in sorted(wholes)),
         *(f"{name}: is a part of {other}, and would not be after a resume" for other, name in sorted(now - then)),
         *(f"{name}: would be a part of {other} after a resume" for other, name in sorted(then - now)),
     ]
@@ -183,7 +183,7 @@ def _refusal(state: State, differing: list[str], kind: str) -> TaskError:
 def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> Iterator[str]:
     for name in sorted(live.keys() | again.keys()):
         if name not in again or name not in live:
-            yield f"{name}: {'does not come back' if name in live else 'comes back though it was not there'}"
+            yield f"{name}: {'is not restored' if name in live else 'appears after a resume, but was not there'}"
             continue
         was, now = live[name].detach(), again[name].detach()
         if (was.dtype, was.shape) != (now.dtype, now.shape):

@@ -248,7 +248,7 @@ class Snapshot:
     def _look_at_iterator(self, name: str, iterator: Any, depth: int) -> None:
         place = place_of(iterator)
         is_variable = depth == 0 and not name.startswith(("task.", "model"))
-        # Whether one has moved whose place is unknown cannot be told: not if no step names the variable.
+        # One whose place is not known always looks moved, so it counts only if a step names the variable.
         if not (isinstance(place, Place) and is_variable and not self._in_steps(name.rpartition(".")[2])):
             self.leaves[name] = place
 

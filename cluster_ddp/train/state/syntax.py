@@ -51,7 +51,7 @@ def holder_of(name: str) -> str | None:
     return holder if key else None
 
 
-def last_part(name: str) -> str:
+def name_to_keep(name: str) -> str:
     """The name under which to keep it: that of the attribute, or of the dict that holds the item."""
     return name.partition("[")[0].rpartition(".")[2]
 

@@ -1,4 +1,4 @@
-"""Recognizes numbers and words that steps change, but by which no step can depend on an earlier one.
+"""Recognizes numbers and strings that steps change, but by which no step can depend on an earlier one.
 
 The program sets them each time before it reads them, such as a rate that each step computes from a count; or only
 warnings of a library depend on them.
@@ -25,7 +25,7 @@ _OF_ALL = {"vars", "asdict", "astuple"}
 
 
 def is_unread(holder: object, key: str) -> bool:
-    """Whether no step reads what an earlier one has left in an attribute of an object, a number or a word."""
+    """Whether no step reads what an earlier one has left in an attribute that holds a number or a string."""
     kind: type = type(holder)
     return is_set_first(kind, key) or _is_count_of_updates(holder, key)
 

@@ -231,7 +231,7 @@ class Watch:
         return other - self._made_by_loading(other, was, compared) if other else set[str]()
 
     def _is_called_otherwise(self, name: str, now: _Look) -> bool:
-        """Whether the state has the value of an attribute, a number or a word, only under another name."""
+        """Whether the state has an attribute's value, a number or a string, only under another name."""
         if not is_value(now.found.leaves.get(name)) or self._holders.is_of_extra_state(name):
             return False
         names = map(last_part, now.saved.by_mark.get(now.found.mark(name), ()))

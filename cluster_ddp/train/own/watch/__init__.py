@@ -9,9 +9,10 @@ taking, other_loaders, changed_data      how the loop reads its data
 mode                                     a model left in evaluation mode
 other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize
 
-Most of them ask the same four questions, each answered in one place:
+Most of them ask the same questions, each answered in one place:
 bodies                                   what runs again and again, and its source
 train/state/liveness                     whether that reads what an earlier pass has left (loop-carried)
 matters                                  whether the loss, the update, a rate, the end or the best model depends on it
 saved                                    whether a checkpoint contains it, and how to have it contain more
+reported                                 whether another watch has reported it already
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -14,11 +14,12 @@ from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.values import addresses, has_tensors, tensors_in
 from cluster_ddp.train.own.watch.bodies import Text, in_running, value_or_none
+from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import assigned, name_of
 
 
-def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_before_batches(passed_in: PassedIn, kept: KeptValues, report: Report) -> Iterator[None]:
     """Warn, after the second step, about what each epoch computes from the model before its batches, which use it.
 
     Examples are a copy of the model for SVRG, or labels for the samples by clustering their features. When an epoch is
@@ -31,18 +32,19 @@ def watch_before_batches(passed_in: PassedIn, kept: KeptValues, warn: Callable[[
         What was passed in.
     kept
         What the loop keeps with `ScriptRun.keep`.
-    warn
+    report
         Called with the message.
     """
     yield
     saved = Saved([passed_in.model, *passed_in.others.values()], kept)
     memory = _Memory(addresses((*passed_in.tensors(), *kept.tensors())), saved)
     if names := set(in_running(memory.computed_in)):
-        warn(
+        report(
             f"the code before the batches of an epoch computes {', '.join(sorted(names))} from the model: a resume "
             "within the epoch computes that again, from other weights, and is exact only if no step depends on it. "
             "Compute it after the batches instead, and once before the loop, in what run.keep() keeps "
-            "(kept = run.keep(labels=...)) or in a module that is passed in"
+            "(kept = run.keep(labels=...)) or in a module that is passed in",
+            names,
         )
 
 

@@ -43,7 +43,7 @@ def text_of(frame: FrameType) -> Text:
 def in_running(find: Callable[[Text, FrameType], Iterable[_Found]]) -> Iterator[_Found]:
     """What is found in the source of the running functions of the program; nothing in one where that fails."""
     for frame in running_frames():
-        if not is_of_library(frame.f_code.co_filename):
+        if not is_library_file(frame.f_code.co_filename):
             with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                 yield from find(text_of(frame), frame)
 
@@ -66,7 +66,7 @@ def program_files(objects: Iterable[Any]) -> set[str]:
     kinds = {kind for value in objects for kind in type(value).__mro__ if is_own_class(kind)}
     code = [getattr(member, "__code__", None) for kind in kinds for member in vars(kind).values()]
     files = {at.co_filename for at in (*code, *(frame.f_code for frame in running_frames())) if at is not None}
-    return {file for file in files if not is_of_library(file)}
+    return {file for file in files if not is_library_file(file)}
 
 
 def read_once(find: Callable[..., Iterator[_Found]]) -> Callable[..., tuple[_Found, ...]]:
@@ -99,7 +99,7 @@ def tree_of_object(value: Any) -> ast.Module:
         return ast.Module([], [])
 
 
-def is_of_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Whether a file of source is of Python itself or installed, for this environment or another, as for a user."""
     return file.startswith(_STANDARD) or not set(INSTALLED).isdisjoint(PurePath(file).parts)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_variables, variables_of
 from cluster_ddp.train.own.values import differing, fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.bodies import Text, in_running
+from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import how_to_keep
 from cluster_ddp.train.state.liveness import is_read_first, names_read
 from cluster_ddp.train.state.syntax import assigned, below, nodes_around
@@ -17,7 +18,7 @@ from cluster_ddp.train.state.syntax import assigned, below, nodes_around
 _ENVIRONMENTS = {"Env", "VectorEnv"}
 
 
-def watch_carried(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_carried(kept: KeptValues, report: Report) -> Iterator[None]:
     """Warn, after the second step, about variables holding tensors that a batch reads before it sets them.
 
     An example is ``output, hidden = model(batch, hidden)``: such values come from the previous batch, and start over
@@ -28,17 +29,18 @@ def watch_carried(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[Non
     ----------
     kept
         What the loop keeps with `ScriptRun.keep`; the loop may also use other names for it.
-    warn
+    report
         Called with the message.
     """
     before = _carried_now(kept)
     yield
     now = _carried_now(kept)
     if names := differing(before, now):
-        warn(
+        report(
             f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
             "checkpoint contains: a resume is exact only if no step depends on them. Keep them: "
-            f"{how_to_keep(names[0], initial='None')}{_of_environments()}"
+            f"{how_to_keep(names[0], initial='None')}{_of_environments()}",
+            names,
         )
 
 

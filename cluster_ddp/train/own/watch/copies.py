@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import addresses, has_values, sampled
+from cluster_ddp.train.own.watch.reported import Report
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _IN_OPTIMIZER = 4  # what an optimizer holds is checked with its state
 
 
-def watch_copies(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_copies(passed_in: PassedIn, kept: KeptValues, report: Report) -> Iterator[None]:
     """Warn, after the second step, about lists and dicts with a tensor for each weight that steps change.
 
     An example is ``shadow[name] = decay * shadow[name] + (1 - decay) * weight``, in a variable of a running function or
@@ -31,7 +32,7 @@ def watch_copies(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], No
         What was passed in. The weights its optimizers train have the shapes to look for.
     kept
         What the loop keeps with `ScriptRun.keep`.
-    warn
+    report
         Called with the message.
     """
     # The holders are kept alive, so that their ids are not reused.
@@ -39,10 +40,12 @@ def watch_copies(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], No
     yield
     now = found_or_nothing(_averages(passed_in, kept))
     if changed := [name for name, at, state in now if id(at) in before and before[id(at)][1] != state]:
-        warn(
-            f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint contains: "
-            "a resume is exact only if no step, and nothing after the loop, depends on them. Pass in an object "
-            "with state_dict() and load_state_dict() that holds them, such as torch's AveragedModel (ema=ema)"
+        report(
+            f"steps change tensors with the shapes of the weights, in {', '.join(sorted(changed))}, which no "
+            "checkpoint contains: a resume is exact only if no step, and nothing after the loop, depends on them. Pass "
+            "in an object with state_dict() and load_state_dict() that holds them, such as torch's AveragedModel "
+            "(ema=ema)",
+            changed,
         )
 
 

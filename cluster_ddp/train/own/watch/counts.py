@@ -24,12 +24,13 @@ from cluster_ddp.train.own.watch.bodies import (
     Text,
     in_running,
     is_early_stopper,
-    is_of_library,
+    is_library_file,
     tree_of_object,
     value_of,
     with_parents,
 )
 from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, sets_rate
+from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
 from cluster_ddp.train.state.liveness import is_read_first, names_read
 from cluster_ddp.train.state.syntax import (
@@ -43,8 +44,8 @@ from cluster_ddp.train.state.syntax import (
     is_held,
     is_of_clock,
     is_read,
-    last_part,
     name_of,
+    name_to_keep,
     nodes_around,
     statement_of,
 )
@@ -54,7 +55,7 @@ _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
 _METHODS_THAT_CHANGE = {"load_state_dict", "update_parameters"}
 
 
-def watch_counts(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_counts(saved: Saved, report: Report) -> Iterator[None]:
     """Warn, after the second step, about numbers on which a loop depends and that start over after a resume.
 
     First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
@@ -68,32 +69,36 @@ def watch_counts(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
     ----------
     saved
         What need not be checked.
-    warn
+    report
         Called with the message.
     """
     yield
     found = list(in_running(functools.partial(_unkept_in, saved=saved)))
     counts = {name for name, is_count in found if is_count}
     if counts:
-        first = last_part(min(counts))
-        warn(
+        first = name_to_keep(min(counts))
+        report(
             f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
             "starts counting again, so a limit, a learning rate or a periodic change of a model that depends on it "
             f"is not exact. Keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop; or let it "
-            "begin at run.step, the number of finished steps"
+            "begin at run.step, the number of finished steps",
+            counts,
         )
     if carried := {name for name, _ in found} - counts:
-        names = sorted(set(map(last_part, carried)))
-        warn(
+        names = sorted(set(map(name_to_keep, carried)))
+        report(
             f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
             "from the initial value, and stops, sets the rate, computes a loss or saves a best model differently. "
-            f"Keep it: {how_to_keep(*names)}"
+            f"Keep it: {how_to_keep(*names)}",
+            carried,
         )
-    for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
-        warn(
+    stoppers = list(_early_stoppers())
+    for kind, name in sorted({(type(found).__name__, name_to_keep(name)) for name, found in stoppers}):
+        report(
             f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume "
             "it starts counting again, and training ends in a different epoch. Give it state_dict(), which returns "
-            f"its numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})"
+            f"its numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})",
+            (name for name, _ in stoppers),
         )
 
 
@@ -133,7 +138,7 @@ def _changes_model(body: Sequence[ast.AST], find: Callable[[str], Any], depth: i
             if isinstance(found, nn.Module):
                 changes = found.training and any(buffer.is_floating_point() for buffer in found.buffers())
             else:
-                looks_inside = depth > 0 and not is_of_library(inspect.getfile(found))
+                looks_inside = depth > 0 and not is_library_file(inspect.getfile(found))
                 inside = [tree_of_object(found)] if looks_inside else []
                 changes = _changes_model(inside, functools.partial(_in_call, call, found, find), depth - 1)
             if changes:
@@ -304,7 +309,7 @@ def _decided_every_so_often(
         with contextlib.suppress(Exception):  # it has no source, or does not take the count as it is
             function = find(name_of(call.func) or "")
             given = _given(call, function)
-            if not is_of_library(inspect.getfile(function)):
+            if not is_library_file(inspect.getfile(function)):
                 inside = with_parents(tree_of_object(function).body[0])
                 for node in inside:
                     if any(value is use and is_read(node, name) for name, value in given.items()):

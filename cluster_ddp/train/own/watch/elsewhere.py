@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from cluster_ddp.train.own.watch.bodies import (
     with_parents,
 )
 from cluster_ddp.train.own.watch.matters import compared_in, is_best, rates_in, rating_in, sets_rate
+from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
 from cluster_ddp.train.state.syntax import (
     FUNCTIONS,
@@ -45,7 +46,7 @@ _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _NAMES = re.compile(r"\w+")
 
 
-def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_elsewhere(saved: Saved, report: Report) -> Iterator[None]:
     """Warn, after the second step, about numbers of the program that decide, and that no running function sets.
 
     Such as ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
@@ -59,7 +60,7 @@ def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]
     ----------
     saved
         What need not be checked.
-    warn
+    report
         Called with the message.
     """
     before = {found.name: found.value for found in found_or_nothing(_numbers(saved))}
@@ -71,10 +72,11 @@ def watch_elsewhere(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]
     }
     if names:
         last = sorted({name.rpartition(".")[2].partition("[")[0] for name in names})
-        warn(
+        report(
             f"the program depends on {', '.join(sorted(names))}, which no checkpoint contains: after a resume "
             "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: "
-            f"{how_to_keep(last[0])}; or give its object state_dict() and load_state_dict(), and pass it in"
+            f"{how_to_keep(last[0])}; or give its object state_dict() and load_state_dict(), and pass it in",
+            names,
         )
 
 

@@ -25,6 +25,7 @@ from cluster_ddp.train.own.watch.other_optimizers import watch_outer_optimizers
 from cluster_ddp.train.own.watch.overlooked import watch_overlooked
 from cluster_ddp.train.own.watch.queues import watch_queues
 from cluster_ddp.train.own.watch.remembered import watch_remembered
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.rounds import watch_rounds
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.own.watch.schedulers import watch_other_schedulers, watch_schedules
@@ -78,11 +79,7 @@ def first_steps_of(
 def _watches(
     loop: Loop, passed_in: PassedIn, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
 ) -> list[Iterator[None]]:
-    said: list[str] = []
-
-    def tell(message: str) -> None:
-        said.append(message)
-        warn(message)
+    report = Reported(warn)
 
     def kept() -> Iterator[Tensor]:
         loop.before_save()
@@ -95,21 +92,21 @@ def _watches(
     others = list(passed_in.others.values())
     saved = Saved([passed_in.model, *passed_in.optimizers, *others], loop.kept)
     return [
-        *([watch_sources(loop.kept, tell)] if loader is None else []),
-        watch_other_loaders(None if batches is None else batches.data, tell),
-        watch_overlooked(kept, seeded, tell, remedy),
-        watch_copies(passed_in, loop.kept, tell),
-        watch_outer_optimizers(passed_in, tell),
-        watch_queues(passed_in, loop.kept, tell),
-        watch_other_schedulers(passed_in.optimizers, others, tell),
-        watch_schedules(saved, tell),
-        watch_before_batches(passed_in, loop.kept, tell),
-        watch_carried(loop.kept, tell),
-        watch_counts(saved, tell),
-        watch_rounds(lambda: loop.step, tell, saved.things),
-        watch_elsewhere(saved, tell),
-        watch_handlers(lambda: loop.replaced_signals, tell),
-        watch_comm_hooks(passed_in.wrapped, tell),
-        watch_loss(saved, said, tell),
-        watch_remembered(saved, said, tell),
+        *([watch_sources(loop.kept, report)] if loader is None else []),
+        watch_other_loaders(None if batches is None else batches.data, report),
+        watch_overlooked(kept, seeded, report, remedy),
+        watch_copies(passed_in, loop.kept, report),
+        watch_outer_optimizers(passed_in, report),
+        watch_queues(passed_in, loop.kept, report),
+        watch_other_schedulers(passed_in.optimizers, others, report),
+        watch_schedules(saved, report),
+        watch_before_batches(passed_in, loop.kept, report),
+        watch_carried(loop.kept, report),
+        watch_counts(saved, report),
+        watch_rounds(lambda: loop.step, report, saved.things),
+        watch_elsewhere(saved, report),
+        watch_handlers(lambda: loop.replaced_signals, report),
+        watch_comm_hooks(passed_in.wrapped, report),
+        watch_loss(saved, report),
+        watch_remembered(saved, report),
     ]

@@ -7,8 +7,7 @@ import collections
 import contextlib
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,6 +21,7 @@ from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.bodies import Text, in_running, is_own_class, tree_of_object, value_of
 from cluster_ddp.train.own.watch.matters import changed_in_place_after_use, feeding_loss, reset_each_time
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import assigned, below, built_on_itself, is_of_clock
 
@@ -33,7 +33,7 @@ _MAX_ELEMENTS = 2**24  # of a tensor that is compared as a whole, since a step m
 _Parts = dict[Any, int | float]
 
 
-def watch_loss(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -> Iterator[None]:
+def watch_loss(saved: Saved, report: Reported) -> Iterator[None]:
     """Warn, after the second step, about lists, objects, tensors and arrays that steps change and the loss depends on.
 
     Tensors and arrays count if the loop computes the loss from them before it changes them in place, such as a bank of
@@ -46,10 +46,8 @@ def watch_loss(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -
     ----------
     saved
         What need not be checked.
-    said
-        The warnings so far; what one of them names is not reported again.
-    warn
-        Called with the message.
+    report
+        Called with the message; what it has reported before is not reported again.
     """
     find = functools.partial(_feeding_in, saved=saved)
     before = dict(in_running(find))
@@ -57,13 +55,13 @@ def watch_loss(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -
     now = dict(in_running(find))
     kept = [value for value in saved.kept.values.values() if type(value) in (int, float)]
     changed = [name for name, parts in now.items() if _has_changed(before.get(name, parts), parts, kept)]
-    told = " ".join(said)
-    if names := sorted(name for name in changed if not re.search(rf"\b{name.partition('.')[0]}\b", told)):
-        warn(
+    if names := sorted(name for name in changed if not report.has(name)):
+        report(
             f"steps change {', '.join(names)}, from which the loss or the learning rate is computed and which no "
             "checkpoint contains: a resume starts with what the program puts there before the loop, and is not exact. "
             "Keep lists, tensors and arrays, for example with kept = run.keep(losses=losses); give an object "
-            "state_dict() and load_state_dict(), and pass it in"
+            "state_dict() and load_state_dict(), and pass it in",
+            names,
         )
 
 

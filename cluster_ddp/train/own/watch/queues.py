@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.bodies import program_files, read_once, source_of, tree_of
+from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.attributes import last_part
 from cluster_ddp.train.state.set_before_read import is_only_read_where_set
@@ -31,7 +32,7 @@ _ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # a public attribute of an object, from
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
 
 
-def watch_queues(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_queues(passed_in: PassedIn, kept: KeptValues, report: Report) -> Iterator[None]:
     """Warn, after the second step, about queues that steps fill with tensors or arrays and no checkpoint contains.
 
     These are any `deque`, any list in an attribute of an object, such as the images of a pool, and any list from which
@@ -48,16 +49,16 @@ def watch_queues(passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], No
         What was passed in; what it holds is saved.
     kept
         What the loop keeps with `ScriptRun.keep`.
-    warn
+    report
         Called with the message.
     """
     # Lists that were empty before the first step; kept alive, so that their ids are not reused.
     variables = found_or_nothing(reachable(running_variables(), _DEPTH))
     saved = Saved([*passed_in.optimizers, *passed_in.others.values()], kept)
-    return _watch(saved, warn, [found for _, found in variables if type(found) is list and not found])
+    return _watch(saved, report, [found for _, found in variables if type(found) is list and not found])
 
 
-def _watch(saved: Saved, warn: Callable[[str], None], empty: Sequence[list[Any]]) -> Iterator[None]:
+def _watch(saved: Saved, report: Report, empty: Sequence[list[Any]]) -> Iterator[None]:
     before = [(queue, _end_of(queue)) for _, queue in found_or_nothing(_queues(saved))]
     rows = found_or_nothing(_next_rows(saved))
     beside = dict(found_or_nothing(_beside_kept(saved)))
@@ -72,19 +73,21 @@ def _watch(saved: Saved, warn: Callable[[str], None], empty: Sequence[list[Any]]
     }
     arrays = {f"{name}.{array}" for name, holder, array, key, row in rows if _is_filled(holder, array, key, row)}
     if names := sorted(queues | arrays):
-        warn(
+        report(
             f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume starts with "
             "whatever the program puts there before the loop, and is exact only if no step depends on it. Keep "
             "it, for example with kept = run.keep(memory=deque(maxlen=10000)), and use kept.memory in the loop; "
             "keep a list that an object fills in place with run.keep(images=pool.images) before the loop. An "
-            "object that counts what it holds needs state_dict() and load_state_dict(): pass it in (memory=buffer)"
+            "object that counts what it holds needs state_dict() and load_state_dict(): pass it in (memory=buffer)",
+            names,
         )
     now = found_or_nothing(_beside_kept(saved))
     if names := sorted(name for name, number in now if beside.get(name, number) != number):
-        warn(
+        report(
             f"steps change {', '.join(names)}, which no checkpoint contains, in an object whose other contents "
             "run.keep() keeps: after a resume they would not match. Give the object state_dict() and "
-            "load_state_dict() that hold all of it, and pass it in (pool=pool) instead"
+            "load_state_dict() that hold all of it, and pass it in (pool=pool) instead",
+            names,
         )
 
 

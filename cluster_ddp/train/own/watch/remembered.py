@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
@@ -16,12 +15,13 @@ from cluster_ddp.train.own.program import is_ours
 from cluster_ddp.train.own.watch.bodies import (
     Text,
     in_running,
-    is_of_library,
+    is_library_file,
     tree_of_object,
     value_or_none,
     with_parents,
 )
 from cluster_ddp.train.own.watch.matters import feeding_loss, sets_rate_of_optimizer
+from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
 from cluster_ddp.train.state.liveness import is_read_first, names_read
 from cluster_ddp.train.state.syntax import (
@@ -31,8 +31,8 @@ from cluster_ddp.train.state.syntax import (
     counted,
     is_gradient,
     is_of_clock,
-    last_part,
     name_of,
+    name_to_keep,
     nodes_around,
     statement_of,
     taken_from,
@@ -46,7 +46,7 @@ _SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _Uses = dict[ast.AST, set[str]]
 
 
-def watch_remembered(saved: Saved, said: Sequence[str], warn: Callable[[str], None]) -> Iterator[None]:
+def watch_remembered(saved: Saved, report: Reported) -> Iterator[None]:
     """Warn, after the second step, about variables that a pass through a loop sets and a later one depends on.
 
     Such as ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"`` once the
@@ -61,23 +61,20 @@ def watch_remembered(saved: Saved, said: Sequence[str], warn: Callable[[str], No
     ----------
     saved
         What need not be checked.
-    said
-        The warnings so far; what one of them names is not reported again.
-    warn
-        Called with the message.
+    report
+        Called with the message; what it has reported before is not reported again.
     """
     yield
-    told = " ".join(said)
-    found = {name: value for name, value in _unsaved(saved) if not re.search(rf"\b{re.escape(name)}\b", told)}
+    found = {name: value for name, value in _unsaved(saved) if not report.has(name)}
     if names := sorted(name for name, value in found.items() if isinstance(value, Iterator)):
-        warn(
+        report(
             f"the loss depends on what the loop takes from {', '.join(names)} one after another, which starts over "
             "after a resume, because no checkpoint contains its position: a resume is not exact. Compute it from "
             "the number of the step (run.step), as in tasks[run.step % len(tasks)]"
         )
     if names := sorted(found.keys() - names):
-        first = last_part(names[0])
-        warn(
+        first = name_to_keep(names[0])
+        report(
             f"the loop sets {', '.join(names)} in one batch or epoch, and later ones compute their loss or learning "
             "rate from it, or end because of it, but no checkpoint contains it: a resume starts with what it is before "
             f"the loop, and is not exact. Keep a number, string, list or tensor: {how_to_keep(first)}. Set anything "
@@ -138,7 +135,7 @@ def _uses_of_calls(text: Text, frame: FrameType) -> _Uses:
     uses: _Uses = {}
     for call in (node for loop in text.loops[-1:] for node in below(loop, text.parents) if isinstance(node, ast.Call)):
         function = inspect.unwrap(getattr(found := value_or_none(name_of(call.func) or "", frame), "__func__", found))
-        if inspect.isfunction(function) and not is_of_library(function.__code__.co_filename):
+        if inspect.isfunction(function) and not is_library_file(function.__code__.co_filename):
             for scope in tree_of_object(function).body:
                 inner = _all_names(_uses_in(Text(with_parents(scope), [scope])))  # type: ignore[list-item]
                 statement = statement_of(call, text.parents)

@@ -8,6 +8,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from cluster_ddp.train.own.watch.bodies import Text, in_running, value_of
+from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import assigned, begins_with_number, below, counted, name_of
 
@@ -25,7 +26,7 @@ class _Round(NamedTuple):
     starts_over: bool  # as its source shows; else its start is computed
 
 
-def watch_rounds(step: Callable[[], int], warn: Callable[[str], None], passed_in: Iterable[Any] = ()) -> Iterator[None]:
+def watch_rounds(step: Callable[[], int], report: Report, passed_in: Iterable[Any] = ()) -> Iterator[None]:
     """Warn, after the second step, about a loop whose own rounds take the batches, as they start over after a resume.
 
     As in ``for step in range(steps): batch = next(batches)``, or in ``while step < steps:`` with ``step += 1``, where a
@@ -36,7 +37,7 @@ def watch_rounds(step: Callable[[], int], warn: Callable[[str], None], passed_in
     ----------
     step
         Returns the number of finished steps.
-    warn
+    report
         Called with the message.
     passed_in
         The objects passed in; a number in an attribute of one does not start over.
@@ -48,11 +49,12 @@ def watch_rounds(step: Callable[[], int], warn: Callable[[str], None], passed_in
     for found in _running(step(), saved):
         has_moved = before.get((found.code, found.name), found.value) != found.value
         if has_moved and (found.value + 1 < step() or (found.starts_over and not is_resumed)):
-            warn(
+            report(
                 f"the loop counts its batches in {found.name}, which starts over after a resume: it would then train "
                 "on more batches than without it. Begin with the finished steps, which run.step gives once resumable() "
                 f"or steps() has been called: `for {found.name.rpartition('.')[2]} in range(run.step, ...)`, or while "
-                "run.step < ..."
+                "run.step < ...",
+                [found.name],
             )
             return
 

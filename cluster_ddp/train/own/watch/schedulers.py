@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from cluster_ddp.train.own.program import living, reachable
-from cluster_ddp.train.own.watch.bodies import is_of_library, tree_of_object
+from cluster_ddp.train.own.watch.bodies import is_library_file, tree_of_object
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.syntax import built_on_itself, taken_from
 
@@ -80,7 +80,7 @@ def _functions_of(scheduler: LRScheduler) -> Iterator[Any]:
     for value in vars(scheduler).values():
         for part in value if isinstance(value, list) else [value]:
             part = part.func if isinstance(part, functools.partial) else part
-            if (inspect.isfunction(part) or inspect.ismethod(part)) and not is_of_library(part.__code__.co_filename):
+            if (inspect.isfunction(part) or inspect.ismethod(part)) and not is_library_file(part.__code__.co_filename):
                 yield part
 
 

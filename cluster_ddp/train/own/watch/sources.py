@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
+from cluster_ddp.train.own.watch.reported import Report
 
 _TORCH = str(Path(torch_data.__file__).parents[2])
 _DEPTH = 2  # a variable's value, and its attributes
@@ -20,7 +21,7 @@ _GIVES = ("__next__", "next_batch")
 _TOLD_ELSEWHERE = (nn.Module, torch_data.DataLoader, _BaseDataLoaderIter)  # see watch_other_loaders
 
 
-def watch_sources(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_sources(kept: KeptValues, report: Report) -> Iterator[None]:
     """Warn, after the second step, about generators and readers from which a `run.steps` loop takes its batches.
 
     Examples are ``train_loader.next_batch()``, which tracks its position, and ``next(batches)``: they start over after
@@ -30,7 +31,7 @@ def watch_sources(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[Non
     ----------
     kept
         What the loop keeps with `ScriptRun.keep`.
-    warn
+    report
         Called with the message.
     """
     # The sources are kept alive, so that their ids are not reused.
@@ -44,12 +45,13 @@ def watch_sources(kept: KeptValues, warn: Callable[[str], None]) -> Iterator[Non
         if not numbers.issuperset(changed):
             moved.append(name)
     if moved:
-        warn(
+        report(
             f"steps take batches from {', '.join(sorted(moved))}, whose position in the data no checkpoint "
             "contains: it starts over after a resume, which is exact only if the program moves it to the position "
             "of run.step. Keep the position: kept = run.keep(position=0), set kept.position after each batch, and "
             "start from it; or derive the batch from the number of the step or from random numbers, which are "
-            "seeded for each step"
+            "seeded for each step",
+            moved,
         )
 
 
