@@ -177,15 +177,16 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
     from cluster_ddp.launch.heartbeat import HeartbeatFile
     from cluster_ddp.run.attempt import begin_attempt
     from cluster_ddp.run.runs import create_run
-    from cluster_ddp.train import Task, Trainer, distributed
-    from cluster_ddp.train.distributed import (
+    from cluster_ddp.train import Task, Trainer
+    from cluster_ddp.train.ranks import distributed
+    from cluster_ddp.train.ranks.distributed import (
         barrier,
         broadcast_object,
         cleanup_distributed,
         find_world,
         setup_distributed,
     )
-    from cluster_ddp.train.rank import become_rank
+    from cluster_ddp.train.ranks.process import become_rank
 
     class BySample(Dataset[tuple["Tensor", "Tensor"]]):
         def __init__(self) -> None:

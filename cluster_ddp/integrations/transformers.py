@@ -27,13 +27,13 @@ from cluster_ddp.integrations.derived_trainer import DerivedTrainer
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
 from cluster_ddp.integrations.own_callbacks import OwnCallbacks
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
-from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.batches import MapBatches
 from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun
+from cluster_ddp.train.ranks.distributed import broadcast_object
 
 # Fields of TrainerState that steps set; the others follow from the arguments.
 _STATE = (

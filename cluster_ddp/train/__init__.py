@@ -6,18 +6,16 @@ optimizer, schedule, precision    the default optimizer, the learning rate, auto
 model, comm_hooks, buffers, ema   the network and DDP, its buffers, the average of its weights
 evaluation, evaluation_weights    evaluating, with the weights meant for it
 metric_names                      what an evaluation will return, read from its source
-saving, overlap, stop             when to save, what may go on meanwhile, and how the ranks agree to stop
+saving, overlap                   when to save, and what may go on meanwhile
 repeated                          steps that a resume repeats, compared with what they were before
 randomness, inner_parts           seeds, and the generators that objects hold
-refusals, unsuited_optimizers, communicating   what is refused early, and what must run on all ranks
-distributed, meeting              the process group, and one run directory for all ranks
-rank, task_rank, failure, errors  a rank as a process, one that trains a task, and how it fails
-deferred_dynamo                   an import that ranks put off until they need it
-script, spawn, public             scripts that join a run, launch_distributed_training, the public names
+refusals, unsuited_optimizers, errors   what is refused early, and the errors of a rank
+task_rank, script, public         ranks that train a task, scripts that join a run, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile
 
 data/      samples and their order        metrics/   what is logged
 state/     what checkpoints hold          own/       custom training loops
+ranks/     processes that train together
 
 The public names are listed in `cluster_ddp.train.public` and imported lazily: login nodes import this package without
 torch.

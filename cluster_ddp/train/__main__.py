@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
         fast_exit(2)
     with gc_paused():
-        from cluster_ddp.train.deferred_dynamo import defer_dynamo
+        from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
 
         defer_dynamo()
         from cluster_ddp.train.task_rank import run_rank

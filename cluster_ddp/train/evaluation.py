@@ -20,10 +20,10 @@ from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
+from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.modes import Modes

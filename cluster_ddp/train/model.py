@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.comm_hooks import watch_comm_hooks
-from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.ranks.distributed import World, all_gather
 from cluster_ddp.train.refusals import (
     SHAPED_BY_A_BATCH,
     refuse_bypass,

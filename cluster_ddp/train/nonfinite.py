@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from cluster_ddp.train.distributed import all_gather_object, broadcast_object
 from cluster_ddp.train.errors import NonFiniteError
+from cluster_ddp.train.ranks.distributed import all_gather_object, broadcast_object
 from cluster_ddp.train.step import Gradients
 from cluster_ddp.train.update import Update
 

@@ -38,7 +38,7 @@ def main() -> None:
         if sys.argv[1] == "task":
             with gc_paused():
                 import cluster_ddp.train.task  # noqa: F401 - while the request is being prepared
-                from cluster_ddp.train.deferred_dynamo import defer_dynamo
+                from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
 
                 defer_dynamo()
 

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cluster_ddp.job import ProfileSpec
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.train.distributed import World
+from cluster_ddp.train.ranks.distributed import World
 
 
 class Profiler:

@@ -21,8 +21,8 @@ from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
-from cluster_ddp.train.distributed import all_gather, all_gather_object
 from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.train.ranks.distributed import all_gather, all_gather_object
 from cluster_ddp.words import listed
 
 MODULE_BUFFERS = "buffers of modules"  # key for buffers that may differ between ranks, such as BatchNorm's statistics

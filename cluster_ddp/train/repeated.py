@@ -24,10 +24,10 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.reading import MAX_LINES, as_whole, parse_lines, read_tail
-from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.metrics.file import LineFile
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import parameters_of
+from cluster_ddp.train.ranks.distributed import World, all_gather_object
 from cluster_ddp.train.step import gradients_of
 
 _GRADIENTS = "the norm of the gradients at"

@@ -26,16 +26,16 @@ from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.liveness import identify, identity_name, is_alive, parse_identity
-from cluster_ddp.train.deferred_dynamo import defer_dynamo
-from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.leaving import LeaveBlock
 from cluster_ddp.train.own.run import ScriptRun
 from cluster_ddp.train.precision import keep_order_of_sums
 from cluster_ddp.train.randomness import Use, derive, seed_everything
+from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
+from cluster_ddp.train.ranks.distributed import find_world
+from cluster_ddp.train.ranks.stop import handlers_put_back
 from cluster_ddp.train.session import joined_rank
-from cluster_ddp.train.stop import handlers_put_back
 
 if RUN_VARIABLE in os.environ:  # here, because many programs build their optimizer before they join
     defer_dynamo()

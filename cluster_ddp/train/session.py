@@ -27,23 +27,23 @@ from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import PERSON, SAVE_AND_END
 from cluster_ddp.train.data.order import Order
-from cluster_ddp.train.distributed import (
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.ranks.distributed import (
     all_gather_object,
     broadcast_object,
     cleanup_distributed,
     find_world,
     hold_group,
 )
-from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.failure import record_failure
-from cluster_ddp.train.meeting import meet_in
-from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
+from cluster_ddp.train.ranks.failure import record_failure
+from cluster_ddp.train.ranks.meeting import meet_in
+from cluster_ddp.train.ranks.process import RankProcess, become_rank, join_ranks
+from cluster_ddp.train.ranks.stop import AT_ONCE, StopConsensus, StopDecision
 from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.repeated import RepeatedSteps
 from cluster_ddp.train.saving import Saving
 from cluster_ddp.train.state.selfcheck import check_taken_back, lost_between_ranks, no_longer_there
 from cluster_ddp.train.state.training import State
-from cluster_ddp.train.stop import AT_ONCE, StopConsensus, StopDecision
 
 _COMPARED_AFTER = 2  # steps: the second step is the first that starts from an updated state
 _QUICK = 0.5  # seconds of a step that may be computed after a stop

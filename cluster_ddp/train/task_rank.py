@@ -10,8 +10,8 @@ from cluster_ddp.job import load_resolved
 from cluster_ddp.run.code import kept_search_path, kept_task
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
-from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.randomness import Use, derive, seed_everything
+from cluster_ddp.train.ranks.distributed import find_world
 from cluster_ddp.train.session import joined_rank
 from cluster_ddp.train.task import load_task
 from cluster_ddp.train.trainer import Trainer

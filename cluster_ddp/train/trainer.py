@@ -17,11 +17,9 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
-from cluster_ddp.train.communicating import IN_PREPARE, Alone, Communicating
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.sets import ids_of_sets
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
-from cluster_ddp.train.distributed import all_gather_object, barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
@@ -34,14 +32,16 @@ from cluster_ddp.train.overlap import Overlap
 from cluster_ddp.train.precision import choose_precision, make_scaler, set_backends
 from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
-from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.ranks.communicating import IN_PREPARE, Alone, Communicating
+from cluster_ddp.train.ranks.distributed import all_gather_object, barrier, describe_ranks, find_world
+from cluster_ddp.train.ranks.process import RankProcess
+from cluster_ddp.train.ranks.stop import AT_ONCE
 from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session
 from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
-from cluster_ddp.train.stop import AT_ONCE
 from cluster_ddp.train.task import Task, expect_type
 from cluster_ddp.train.unsuited_optimizers import refuse_other_passes
 from cluster_ddp.train.update import Update

@@ -25,7 +25,7 @@ from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.job import JobSpec, dump_resolved
 from cluster_ddp.job.models import CheckpointSpec, KeepBestSpec
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.train.distributed import World
+from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.saving import Saving
 
 RUN = "digits-20260101-000000-abcd"

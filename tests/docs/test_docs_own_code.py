@@ -30,7 +30,7 @@ from waiting import wait_for
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
-from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.ranks.distributed import broadcast_object
 
 FOLDER = PROJECT / "docs" / "own-code"
 PAGE = (PROJECT / "docs" / "own-code.md").read_text()

@@ -14,7 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.unfinished import failed_save, seconds_between_saves
-from cluster_ddp.train.distributed import World
+from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.saving import Saving
 
 Say = Any

@@ -39,7 +39,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import join_run, session
-from cluster_ddp.train.rank import become_rank
+from cluster_ddp.train.ranks.process import become_rank
 
 SAMPLES, EPOCHS = 44, 3
 

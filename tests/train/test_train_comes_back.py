@@ -22,7 +22,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, Task, TaskError, Trainer, broadcast_object, is_main_process, join_run
-from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.ranks.distributed import find_world
 from cluster_ddp.train.state.optimizer import OptimizerState
 
 

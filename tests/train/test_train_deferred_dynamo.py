@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not IS_DYNAMO_DEFERRED, reason="this torch's opt
 
 PROGRAM = """
 import sys
-from cluster_ddp.train.deferred_dynamo import defer_dynamo
+from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
 defer_dynamo()
 import torch
 import torch._dynamo
@@ -65,7 +65,7 @@ print("done")
 
 IN_A_THREAD = """
 import threading
-from cluster_ddp.train.deferred_dynamo import defer_dynamo
+from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
 defer_dynamo()
 import torch
 

@@ -35,7 +35,7 @@ from cluster_ddp.train import (
     reduce_tensor,
     setup_distributed,
 )
-from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.ranks.distributed import find_world
 
 PATIENCE = 180.0  # seconds for what takes a few, beside other tests
 
@@ -192,7 +192,7 @@ def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
         "from pathlib import Path\n"
         "from torch.nn.parallel import DistributedDataParallel\n"
         "from cluster_ddp.train import cleanup_distributed, setup_distributed\n"
-        "from cluster_ddp.train.deferred_dynamo import defer_dynamo\n"
+        "from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo\n"
         "defer_dynamo()\n"  # to import it takes as long as all else
         "def threads(): return [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]\n"
         "atexit.register(lambda: print('after', *threads()))\n"  # the first to be registered comes last

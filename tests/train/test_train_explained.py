@@ -17,7 +17,7 @@ from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.job.errors import Cause
 from cluster_ddp.train import TaskError, load_task
 from cluster_ddp.train.errors import DistributedError, TrainError
-from cluster_ddp.train.failure import cause_of, explain
+from cluster_ddp.train.ranks.failure import cause_of, explain
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions are new in Python 3.11")

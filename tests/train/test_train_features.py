@@ -29,7 +29,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import DataError, TaskError, TrainError
 from cluster_ddp.train.model import prepare_model
-from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.ranks.process import RankProcess
 from cluster_ddp.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def ddp_options() -> dict[str, Any]:
     try:
         train(Branching(), job(train=base))
     except RuntimeError as error:
-        from cluster_ddp.train.failure import explain
+        from cluster_ddp.train.ranks.failure import explain
 
         found["refused"] = explain(error)
     return found

@@ -13,8 +13,8 @@ import torch
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
-from cluster_ddp.train.distributed import find_world
-from cluster_ddp.train.meeting import meet_in
+from cluster_ddp.train.ranks.distributed import find_world
+from cluster_ddp.train.ranks.meeting import meet_in
 
 _NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 

@@ -20,7 +20,7 @@ from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.train import TrainError, join_run
-from cluster_ddp.train.rank import Beat
+from cluster_ddp.train.ranks.process import Beat
 from cluster_ddp.train.script import alone_in
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from train_ranks import preload, run_ranks
 
-from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.ranks.distributed import find_world
 
 # Each takes seconds; a worker that hangs is not waited for for five minutes.
 pytestmark = [pytest.mark.datasets, pytest.mark.timeout(120)]

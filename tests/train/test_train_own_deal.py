@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorData
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
-from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.batches import batches_of
 from cluster_ddp.train.own.geometry import Deal, Geometry
+from cluster_ddp.train.ranks.distributed import find_world
 
 
 def deal(samples: int, ranks: int, *, shuffle: bool = True, distributed: bool = True, drop_last: bool = False) -> Deal:

@@ -18,8 +18,8 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.directory import step_name
 from cluster_ddp.train import join_run
-from cluster_ddp.train.distributed import reduce_tensor
 from cluster_ddp.train.own import rank_buffers
+from cluster_ddp.train.ranks.distributed import reduce_tensor
 
 TABLE = 1 << 16  # bytes
 

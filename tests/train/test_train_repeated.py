@@ -22,7 +22,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import Trainer, is_main_process, join_run
-from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.ranks.distributed import find_world
 from cluster_ddp.train.repeated import RepeatedSteps
 
 SECTIONS: dict[str, Any] = {

@@ -12,10 +12,11 @@ from train_tasks import Plain, attentive, job, new_run, train
 
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.status import describe
-from cluster_ddp.train import StopSignals, distributed, trainer
-from cluster_ddp.train.distributed import World
+from cluster_ddp.train import StopSignals, trainer
 from cluster_ddp.train.metrics import log
 from cluster_ddp.train.metrics.losses import StepLoss
+from cluster_ddp.train.ranks import distributed
+from cluster_ddp.train.ranks.distributed import World
 
 
 def test_ranks_batch_and_peak_rate_are_said_at_the_start_and_kept_for_status(

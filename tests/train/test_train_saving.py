@@ -22,7 +22,7 @@ from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.run.directory import RunDirectory, step_name, steps_in
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.storage import Storage
-from cluster_ddp.train.distributed import World
+from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.saving import Saving
 
 STEPS, EVERY = 9, 3

@@ -21,7 +21,7 @@ from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train import StopConsensus, StopSignals, Trainer
-from cluster_ddp.train.rank import Beat, RankProcess
+from cluster_ddp.train.ranks.process import Beat, RankProcess
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 

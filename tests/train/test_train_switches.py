@@ -20,15 +20,15 @@ from train_tasks import Everything, Plain, job, new_run, train
 
 from cluster_ddp.job import BatchPlan
 from cluster_ddp.run.reading import parse_lines
-from cluster_ddp.train import rank
 from cluster_ddp.train.data.streams import MapStream
-from cluster_ddp.train.distributed import World
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.metrics import loggers
 from cluster_ddp.train.metrics.progress import Bar
 from cluster_ddp.train.model import synchronised_batchnorm
 from cluster_ddp.train.precision import choose_precision
-from cluster_ddp.train.rank import join_ranks
+from cluster_ddp.train.ranks import process
+from cluster_ddp.train.ranks.distributed import World
+from cluster_ddp.train.ranks.process import join_ranks
 from cluster_ddp.train.state.counts import Counts
 
 
@@ -136,7 +136,7 @@ def test_a_group_gets_its_timeout_in_the_public_way_where_torch_has_one(monkeypa
     asked: list[datetime.timedelta] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "set_timeout", asked.append, raising=False)
-    monkeypatch.setattr(rank, "setup_distributed", lambda *_, **__: None)
+    monkeypatch.setattr(process, "setup_distributed", lambda *_, **__: None)
     join_ranks(job(network={"timeout": "17m"}))
     assert asked == [datetime.timedelta(minutes=17)]
 

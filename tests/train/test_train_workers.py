@@ -23,8 +23,8 @@ from cluster_ddp.job.errors import Cause
 from cluster_ddp.train.data import loader
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader, from_workers, set_up_worker
-from cluster_ddp.train.failure import cause_of
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy
+from cluster_ddp.train.ranks.failure import cause_of
 
 
 class Broken(Dataset[Tensor]):

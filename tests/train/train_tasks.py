@@ -21,7 +21,7 @@ from cluster_ddp.run.stopfile import SAVE_AND_END
 from cluster_ddp.train import Outcome, StopSignals, Task, Trainer, reduce_tensor
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader
-from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.ranks.process import RankProcess
 
 JobSpec.model_rebuild()  # now, and not in each of the many processes that are forked from this one
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from zoo_hf import HF_DATA
 from zoo_training import Case, ZooTask, judge
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.ranks.distributed import find_world
 
 
 @pytest.mark.parametrize("workers", [0, 2])

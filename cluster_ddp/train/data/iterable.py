@@ -36,8 +36,8 @@ from cluster_ddp.train.data.loader import from_workers, to_device
 from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.reader import Place, Reader, Remaining
-from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.ranks.distributed import World, all_gather_object
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.task import Task
 

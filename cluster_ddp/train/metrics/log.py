@@ -18,11 +18,11 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.streams import Stream
-from cluster_ddp.train.distributed import World
 from cluster_ddp.train.metrics.file import LineFile, MetricsFile
 from cluster_ddp.train.metrics.loggers import Logger, open_loggers
 from cluster_ddp.train.metrics.losses import HostCopy, StepLoss, TotalLosses
 from cluster_ddp.train.metrics.progress import Display, open_display
+from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.update import Update
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cluster_ddp.printing import say
-from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import SecondLoopError, TrainError
+from cluster_ddp.train.ranks.distributed import find_world
 
 _was_stopped: dict[tuple[Path, int], bool] = {}
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster_ddp.train.distributed import all_gather_object, find_world
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.values import tensors_in
+from cluster_ddp.train.ranks.distributed import all_gather_object, find_world
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _SHARED = (int, float, complex, str, bytes, type(None))

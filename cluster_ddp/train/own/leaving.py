@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cluster_ddp.printing import say
-from cluster_ddp.train.distributed import World, host_group
+from cluster_ddp.train.ranks.distributed import World, host_group
 
 PATIENCE_SECONDS = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
 

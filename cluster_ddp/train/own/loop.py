@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.beginning import Beginning
 from cluster_ddp.train.own.by_hand import UpdatesByHand
@@ -21,8 +20,9 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.rank_buffers import RankBuffers
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
+from cluster_ddp.train.ranks.distributed import broadcast_object
+from cluster_ddp.train.ranks.stop import AT_ONCE, StopDecision
 from cluster_ddp.train.session import Session
-from cluster_ddp.train.stop import AT_ONCE, StopDecision
 
 _OTHER_LOOP = (
     "the checkpoint was saved by another kind of loop (resumable(), steps() or resume()): use a separate run or "

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.distributed import World
 from cluster_ddp.train.own.passed_in import put_rates, rates
 from cluster_ddp.train.own.twins import twins
+from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.state.stateful import Stateful
 from cluster_ddp.train.state.training import State
 

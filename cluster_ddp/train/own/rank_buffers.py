@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.checkpoint.replicas import tensor_digests
-from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.own.values import has_values
+from cluster_ddp.train.ranks.distributed import World, all_gather_object
 from cluster_ddp.words import listed
 
 MAX_BYTES = 256 * 2**20  # bytes of all ranks together, which each of them holds in memory once it has saved them

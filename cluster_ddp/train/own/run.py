@@ -16,7 +16,6 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.data.order import Order
-from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.log import Report, open_report
 from cluster_ddp.train.model import settle_layout
@@ -40,7 +39,8 @@ from cluster_ddp.train.own.watch.overlooked import HAND_OVER
 from cluster_ddp.train.own.watch.taking import Taking
 from cluster_ddp.train.own.watch.unfrozen import Unfrozen
 from cluster_ddp.train.own.wrapping import refuse_single_process
-from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.ranks.distributed import find_world
+from cluster_ddp.train.ranks.process import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Session
 from cluster_ddp.train.state.stateful import Stateful

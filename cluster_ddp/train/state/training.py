@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
-from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.data.made_from import Source, code_of_steps
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
+from cluster_ddp.train.ranks.communicating import Communicating
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.coming_back import of_task
 from cluster_ddp.train.state.counts import Counts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.ranks.distributed import broadcast_object
 
 
 class SameData:

@@ -13,11 +13,11 @@ import torch
 
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.seeded_reads import Collate
-from cluster_ddp.train.distributed import all_gather_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
+from cluster_ddp.train.ranks.distributed import all_gather_object
 
 _END = object()
 _TRIED = 3

@@ -26,8 +26,8 @@ from cluster_ddp.run.causes import cause_of_message, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events_of
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.train.distributed import World
-from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.ranks.distributed import World
+from cluster_ddp.train.ranks.process import RankProcess
 from cluster_ddp.train.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), Path(__file__).parents[1]))

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import existing_signals, handle_here
 from cluster_ddp.run import stopfile
-from cluster_ddp.train.distributed import host_group
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.ranks.distributed import host_group
 
 SAVE_AND_END = stopfile.SAVE_AND_END
 AT_ONCE = stopfile.AT_ONCE

@@ -14,8 +14,8 @@ from torch.multiprocessing.spawn import spawn
 
 from cluster_ddp.launch.ports import NoFreePort, free_port
 from cluster_ddp.printing import say
-from cluster_ddp.train.distributed import cleanup_distributed, setup_distributed
 from cluster_ddp.train.errors import DistributedError
+from cluster_ddp.train.ranks.distributed import cleanup_distributed, setup_distributed
 
 TrainFunction = Callable[..., None]
 

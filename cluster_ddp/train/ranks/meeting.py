@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object
 
 
 def meet_in(directory: Path, world: World) -> str | None:

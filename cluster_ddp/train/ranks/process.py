@@ -22,9 +22,9 @@ from cluster_ddp.network import resolve
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.train.distributed import World, setup_distributed
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.stop import StopSignals
+from cluster_ddp.train.ranks.distributed import World, setup_distributed
+from cluster_ddp.train.ranks.stop import StopSignals
 
 
 class Beat:
