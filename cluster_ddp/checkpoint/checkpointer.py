@@ -25,7 +25,7 @@ from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.restore import Check, Restore, Restored
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.checkpoint.writer import Report, Save, Writer
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.words import listed
 
 _SHOWN = 12  # names of each kind of difference

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from cluster_ddp import __version__
 from cluster_ddp.cli.output import discard_output, inform
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job.nearest import nearest
 from cluster_ddp.process import limit_umask
 

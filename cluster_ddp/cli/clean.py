@@ -15,7 +15,7 @@ from cluster_ddp.cli.best import best_checkpoint
 from cluster_ddp.cli.options import Runs
 from cluster_ddp.cli.output import inform, remark, show
 from cluster_ddp.cli.run_states import describe_runs
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers
 from cluster_ddp.run.directory import RunDirectory, steps_in

@@ -10,7 +10,7 @@ import typer
 
 def _runs(incomplete: str) -> list[str]:
     """The ids of runs in the runs folder that begin like this, for completion in the shell; only names are read."""
-    from cluster_ddp.job.errors import ClusterDDPError
+    from cluster_ddp.errors import ClusterDDPError
     from cluster_ddp.run.runs import runs_dir_of
 
     try:

@@ -34,8 +34,8 @@ def command(
     as_json: JsonLine = False,
 ) -> None:
     """Train a few steps here, do it again with a stop and a resume in between, and compare the results bit by bit."""
+    from cluster_ddp.errors import ClusterDDPError
     from cluster_ddp.job import load_job
-    from cluster_ddp.job.errors import ClusterDDPError
     from cluster_ddp.submit.local import plan_local
     from cluster_ddp.submit.rehearsal import Rehearsal
 

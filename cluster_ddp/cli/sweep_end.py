@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cluster_ddp.cli.output import inform
 from cluster_ddp.cli.run_states import PATIENCE_SECONDS
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, resume_command

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster_ddp.cli.output import inform, show
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job.templates import template_file, template_names
 
 

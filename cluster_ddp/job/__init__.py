@@ -5,7 +5,7 @@ loading, document, merge, templates   from a file to a `JobSpec`; `extends:` and
 site, site_file                    the defaults of a site
 batch                              how the global batch is divided
 options, secrets, refusals, target   what a person may not write; whether the task or script exists
-errors, report, nearest            the errors, and how those in a job file are described
+errors, report, nearest            what is wrong in a job file, and how it is described
 grid, elements                     the elements of a sweep
 public                             the public names
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cluster_ddp.errors import ClusterDDPError as ClusterDDPError
 from cluster_ddp.job.errors import BatchError as BatchError
-from cluster_ddp.job.errors import ClusterDDPError as ClusterDDPError
 from cluster_ddp.job.errors import JobFileError as JobFileError
 from cluster_ddp.job.templates import template_file as template_file
 from cluster_ddp.job.templates import template_names as template_names

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.launch.lost_nodes import record_lost_nodes
 from cluster_ddp.run.attempt import is_earlier_start
 from cluster_ddp.run.causes import failures_of, is_surroundings, root_failure

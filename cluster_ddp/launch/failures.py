@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.logs import if_disk_is_full, last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.launch.processes import existing_signals
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import REASONS

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid
 from cluster_ddp.launch.batch_host import BatchHost, say

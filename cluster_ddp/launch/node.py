@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.agent_failure import explain, node_allows_fewer_files
 from cluster_ddp.launch.program import NodeProgram
 from cluster_ddp.printing import say

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from typing import TYPE_CHECKING
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NOTIFIED, WARNING, EventWriter

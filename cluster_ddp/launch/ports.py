@@ -6,7 +6,7 @@ import random
 import socket
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.address import LOOPBACK
 
 FIRST_PORT = 20000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
 from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED

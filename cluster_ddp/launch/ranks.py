@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.launch.exits import StartedRank
 from cluster_ddp.launch.heartbeat import HeartbeatFile, RankSlot
 from cluster_ddp.launch.logs import last_lines

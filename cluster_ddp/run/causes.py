@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, RESUMED, STARTED
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole

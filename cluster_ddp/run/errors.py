@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.run.run_state import RunState
 
 

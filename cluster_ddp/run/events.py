@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # checkpoint: step, samples
 # stopped: step, reason
 # completed: step
-# failed: step (or null), rank, node, error, phase, cause: one of `cluster_ddp.job.errors.Cause`
+# failed: step (or null), rank, node, error, phase, cause: one of `cluster_ddp.errors.Cause`
 # rank-failed: rank, node, host, error, cause, and signal if one killed it
 # node-failed: host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
 #     agent gave up before there were ranks)

@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 
 MAX_HOSTS = 1_000_000
 """More than any cluster has: a range beyond it is an error, and is refused before it fills the memory."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.sign_of_life import touched_at
 from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.attempt_record import list_attempts

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import say, say_if_storage_is_slow
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job
 

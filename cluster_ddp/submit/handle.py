@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from cluster_ddp import exit_statuses
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
 # What single quotes cannot contain (', NUL), what sbatch reads differently between them (\), and what looks like an

@@ -12,8 +12,8 @@ from typing import TextIO
 
 from cluster_ddp.checkpoint.compare import Comparison, compare
 from cluster_ddp.checkpoint.verify import newest_intact, run_id_of
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
-from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.metrics import values_by_step

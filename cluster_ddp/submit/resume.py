@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt import attempt_is_alive, request_resume, take_back_resume
 from cluster_ddp.run.directory import RunDirectory

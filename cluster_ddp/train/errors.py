@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 
 
 class TrainError(ClusterDDPError):

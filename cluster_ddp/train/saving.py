@@ -17,8 +17,8 @@ from cluster_ddp.checkpoint.checkpointer import Checkpointer
 from cluster_ddp.checkpoint.plan import SavePlan
 from cluster_ddp.checkpoint.restore import Restored
 from cluster_ddp.checkpoint.verify import run_id_of
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job import CheckpointSpec, JobSpec
-from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory, step_name
 from cluster_ddp.run.events import CHECKPOINT, WARNING, EventWriter

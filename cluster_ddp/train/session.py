@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from cluster_ddp.errors import Cause
 from cluster_ddp.job import JobSpec
-from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.variables import STOP_AFTER_VARIABLE
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory

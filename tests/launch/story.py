@@ -7,8 +7,8 @@ from pathlib import Path
 from simulated_job import live
 from simulated_world import Life, World
 
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job import JobSpec
-from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded

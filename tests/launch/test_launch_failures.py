@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.launch.exits import RankExit, RankExits, StartedRank
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile

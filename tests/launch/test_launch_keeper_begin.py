@@ -13,7 +13,7 @@ from simulated_job import Killed, SimulatedAllocation, SimulatedHost, live
 from simulated_world import Life, World
 from story import SPEC
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch import keeper
 from cluster_ddp.launch.patience import ROOM_SECONDS
 from cluster_ddp.run.attempt import begin_attempt

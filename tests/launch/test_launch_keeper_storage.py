@@ -15,8 +15,9 @@ from simulated_job import Killed, SimulatedAllocation, SimulatedHost, SimulatedS
 from simulated_world import Life, World
 from story import SPEC, play
 
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job import JobSpec, load_resolved
-from cluster_ddp.job.errors import ClusterDDPError, JobFileError
+from cluster_ddp.job.errors import JobFileError
 from cluster_ddp.launch import end_of_job, keeper, keeper_records, stop_requests
 from cluster_ddp.launch.running_job_step import START_SECONDS
 from cluster_ddp.run import decision, events

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record
 from cluster_ddp.slurm.start import SlurmStart, this_start

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from train_ranks import run_ranks, start_program
 
+from cluster_ddp.errors import Cause
 from cluster_ddp.job import JobSpec
-from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import (

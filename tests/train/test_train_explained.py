@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from train_tasks import Plain, job, samples, train
 
+from cluster_ddp.errors import Cause
 from cluster_ddp.job import ClusterDDPError
-from cluster_ddp.job.errors import Cause
 from cluster_ddp.train import TaskError, load_task
 from cluster_ddp.train.errors import DistributedError, TrainError
 from cluster_ddp.train.ranks.failure import cause_of, explain

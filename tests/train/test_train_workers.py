@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from train_tasks import CPU, fetch
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.train.data import loader
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader, from_workers, set_up_worker

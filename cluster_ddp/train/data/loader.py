@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.launch.processes import survive
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from cluster_ddp.job.errors import Cause
+from cluster_ddp.errors import Cause
 from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from cluster_ddp.errors import Cause
 from cluster_ddp.job import load_resolved
-from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.ports import job_port
 from cluster_ddp.launch.variables import RUN_VARIABLE
 from cluster_ddp.network import DEFAULT_TIMEOUT, resolve

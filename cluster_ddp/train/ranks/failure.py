@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from cluster_ddp.errors import Cause
 from cluster_ddp.job import ClusterDDPError
-from cluster_ddp.job.errors import Cause
 from cluster_ddp.launch.logs import if_disk_is_full
 from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say

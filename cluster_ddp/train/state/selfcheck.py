@@ -16,7 +16,7 @@ from torch import Tensor
 from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
 from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import SavePlan, find_aliases, find_overlaps
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state.attributes import Attributes
