@@ -13,7 +13,7 @@ from torch import nn
 
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.watch.counts import watch_counts
-from cluster_ddp.train.own.watch.in_loss import watch_loss
+from cluster_ddp.train.own.watch.in_loss import watch_in_loss
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
 
@@ -58,7 +58,7 @@ class State(Scaled):
 def batches(messages: list[str], passed_in: Any, kept: KeptValues) -> Any:
     """Two batches, and what looks at the loop after each."""
     saved = Saved([passed_in], kept)
-    watches = [watch_loss(saved, Reported(messages.append)), watch_counts(saved, Reported(messages.append))]
+    watches = [watch_in_loss(saved, Reported(messages.append)), watch_counts(saved, Reported(messages.append))]
     for _ in range(2):
         yield torch.rand(3, 4)
         for watch in watches:

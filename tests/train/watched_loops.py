@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cluster_ddp.train.own import kept as own_kept
 from cluster_ddp.train.own.watch.counts import watch_counts
-from cluster_ddp.train.own.watch.in_loss import watch_loss
+from cluster_ddp.train.own.watch.in_loss import watch_in_loss
 from cluster_ddp.train.own.watch.remembered import watch_remembered
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
@@ -29,7 +29,7 @@ def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
     kept.add({"mode": "first"})  # equal to a variable of one of the loops
     saved = Saved([MODEL], kept)
     report = Reported(messages.append)
-    watches = [watch_counts(Saved(), report), watch_loss(saved, report), watch_remembered(saved, report)]
+    watches = [watch_counts(Saved(), report), watch_in_loss(saved, report), watch_remembered(saved, report)]
 
     def once() -> Iterator[Tensor]:
         for _ in range(2):

@@ -18,10 +18,10 @@ from cluster_ddp.train.own.watch.copies import watch_copies
 from cluster_ddp.train.own.watch.counts import watch_counts
 from cluster_ddp.train.own.watch.elsewhere import watch_elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
-from cluster_ddp.train.own.watch.in_loss import watch_loss
-from cluster_ddp.train.own.watch.other_handlers import watch_handlers
+from cluster_ddp.train.own.watch.in_loss import watch_in_loss
+from cluster_ddp.train.own.watch.other_handlers import watch_other_handlers
 from cluster_ddp.train.own.watch.other_loaders import watch_other_loaders
-from cluster_ddp.train.own.watch.other_optimizers import watch_outer_optimizers
+from cluster_ddp.train.own.watch.other_optimizers import watch_other_optimizers
 from cluster_ddp.train.own.watch.overlooked import watch_overlooked
 from cluster_ddp.train.own.watch.queues import watch_queues
 from cluster_ddp.train.own.watch.remembered import watch_remembered
@@ -96,7 +96,7 @@ def _watches(
         watch_other_loaders(None if batches is None else batches.data, report),
         watch_overlooked(kept, seeded, report, remedy),
         watch_copies(passed_in, loop.kept, report),
-        watch_outer_optimizers(passed_in, report),
+        watch_other_optimizers(passed_in, report),
         watch_queues(passed_in, loop.kept, report),
         watch_other_schedulers(passed_in.optimizers, others, report),
         watch_schedules(saved, report),
@@ -105,8 +105,8 @@ def _watches(
         watch_counts(saved, report),
         watch_rounds(lambda: loop.step, report, saved.things),
         watch_elsewhere(saved, report),
-        watch_handlers(lambda: loop.replaced_signals, report),
+        watch_other_handlers(lambda: loop.replaced_signals, report),
         watch_comm_hooks(passed_in.wrapped, report),
-        watch_loss(saved, report),
+        watch_in_loss(saved, report),
         watch_remembered(saved, report),
     ]

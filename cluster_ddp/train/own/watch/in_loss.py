@@ -33,7 +33,7 @@ _MAX_ELEMENTS = 2**24  # of a tensor that is compared as a whole, since a step m
 _Parts = dict[Any, int | float]
 
 
-def watch_loss(saved: Saved, report: Reported) -> Iterator[None]:
+def watch_in_loss(saved: Saved, report: Reported) -> Iterator[None]:
     """Warn, after the second step, about lists, objects, tensors and arrays that steps change and the loss depends on.
 
     Tensors and arrays count if the loop computes the loss from them before it changes them in place, such as a bank of

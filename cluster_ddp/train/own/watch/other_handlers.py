@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 
-def watch_handlers(replaced_signals: Callable[[], list[str]], warn: Callable[[str], None]) -> Iterator[None]:
+def watch_other_handlers(replaced_signals: Callable[[], list[str]], warn: Callable[[str], None]) -> Iterator[None]:
     """Warn, after the second step, about signals that the program handles itself, which the run then misses.
 
     Parameters

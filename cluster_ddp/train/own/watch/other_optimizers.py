@@ -57,7 +57,7 @@ class OtherOptimizers:
             )
 
 
-def watch_outer_optimizers(passed_in: PassedIn, warn: Callable[[str], None]) -> Iterator[None]:
+def watch_other_optimizers(passed_in: PassedIn, warn: Callable[[str], None]) -> Iterator[None]:
     """Warn, after the second step, about an optimizer with state of its own around one that was passed in.
 
     An example is a Lookahead whose slow weights are not in the state of the optimizer inside it.
