@@ -29,12 +29,12 @@ from cluster_ddp.train import (
     broadcast_object,
     choose_backend,
     cleanup_distributed,
-    distributed,
     is_main_process,
     launch_distributed_training,
     reduce_tensor,
     setup_distributed,
 )
+from cluster_ddp.train.ranks import distributed
 from cluster_ddp.train.ranks.distributed import find_world
 
 PATIENCE = 180.0  # seconds for what takes a few, beside other tests
