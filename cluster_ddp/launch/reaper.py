@@ -1,7 +1,7 @@
 """``python -m cluster_ddp.launch.reaper HEARTBEAT ATTEMPT LOG FOLDER``: cleans up after a killed node program.
 
-The reaper is a child of the node program and waits at the other end of a pipe. A node program that ends normally says
-so; if the pipe closes without that, the node program was killed, and the reaper ends its agent and ranks. Ranks with a
+The reaper is a child of the node program and waits at the other end of a pipe. A node program that ends normally kills
+it first; if the pipe closes, the node program was killed, and the reaper ends its agent and ranks. Ranks with a
 heartbeat got SIGTERM from the kernel when their agent died; they get a moment to save, shorter than a restart of the
 run takes. Others are ended immediately. What they printed last goes to the node's log.
 """
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from cluster_ddp.run.directory import AttemptDirectory
 
 _IGNORED = (*existing_signals("SIGTERM", "SIGINT"), *ASK_TO_END)
-_IN_ORDER = b"done\n"
 SAVE_SECONDS = 3.0
 
 
@@ -57,8 +56,8 @@ class Reaper:
                 self._say(identity_name(identify(pid)).encode() + b"\n")
 
     def dismiss(self) -> None:
-        """Dismiss the reaper: there is nothing left to end."""
-        self._say(_IN_ORDER)
+        """End the reaper: there is nothing left for it to do. Somebody may have stopped it (SIGSTOP)."""
+        self._process.kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
@@ -72,12 +71,11 @@ class Reaper:
 def _watch(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    said = sys.stdin.buffer.read()  # returns when the node program has closed its end, or is gone
-    if not said.endswith(_IN_ORDER):
-        _end(heartbeat, list(map(parse_identity, said.decode(errors="replace").splitlines())))
-        _rescue(heartbeat, attempt, log, folder)
-        with contextlib.suppress(OSError):
-            heartbeat.unlink()
+    said = sys.stdin.buffer.read()  # returns when the node program is gone
+    _end(heartbeat, list(map(parse_identity, said.decode(errors="replace").splitlines())))
+    _rescue(heartbeat, attempt, log, folder)
+    with contextlib.suppress(OSError):
+        heartbeat.unlink()
 
 
 def _end(heartbeat: Path, ranks: Iterable[ProcessIdentity | None]) -> None:

@@ -72,6 +72,16 @@ class Node:
         leaders = [process for process in self.tree() if process.leads_session]
         return next(process.pid for process in leaders if process.environment.get("RANK") == str(rank))
 
+    def reaper(self) -> int:
+        """The child of the node program that cleans up after it."""
+        (pid,) = (
+            int(pid)
+            for children in Path(f"/proc/{self.pid}/task").glob("*/children")
+            for pid in children.read_text().split()
+            if b"cluster_ddp.launch.reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        return pid
+
     def logs(self) -> str:
         """What the ranks have printed on standard output."""
         files = [self.attempt.log_file(node) for node in range(9)]

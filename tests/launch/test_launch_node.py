@@ -78,6 +78,7 @@ def test_signals_to_all_processes_become_one_stop_request_that_agent_and_ranks_s
 def test_a_second_signal_means_at_once_and_a_third_ends_what_is_left(start_node: Start) -> None:
     node = start_node("heartbeat_rank.py", FOREVER, "deaf", light=True)
     node.wait_for("begins")
+    os.kill(node.reaper(), signal.SIGSTOP)  # the end does not wait for it
     for level in (1, 2):
         os.kill(node.pid, signal.SIGINT)
         wait_for(lambda level=level: len(node.events("stop-requested")) == level, f"level {level}")
