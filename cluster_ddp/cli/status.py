@@ -25,7 +25,7 @@ from cluster_ddp.words import duration, moment
 
 _REFRESH_SECONDS = 2.0
 _UNKNOWN = "unknown (the script does not report any)"
-_STALE_SECONDS = 60.0  # the age from which it is said when the step was reported
+_STALE_SECONDS = 60.0  # after which it is told that no step has been reported
 _VALUE_COLUMN = 19  # of the values in the details of one run
 
 
@@ -178,9 +178,11 @@ def _progress(status: RunStatus) -> str:
 
 
 def _age(status: RunStatus) -> str:
-    """How long ago the step of a training was reported, if not just now: it may be slow, or hang."""
+    """For how long a training has reported no step, if for a while: it may be slow, or hang."""
     age = 0.0 if status.reported is None else time.time() - status.reported
-    return f", reported {duration(age)} ago" if age > _STALE_SECONDS else ""
+    if age <= _STALE_SECONDS:
+        return ""
+    return f", no {'step' if status.step is None else 'further one'} reported for {duration(age)}"
 
 
 def _time(good: Goodput) -> str:

@@ -62,7 +62,8 @@ class RunStatus(RunSummary):
     samples: int | None
     # What a step is, in plain words: ranks, global batch, peak learning rate; None if not known
     training: str | None
-    reported: float | None  # Unix seconds of the latest metrics, while the run trains; omitted by `status --json`
+    # Unix seconds when a step was last reported, or training began, while it trains; omitted by `status --json`
+    reported: float | None
     reports_nothing: bool  # whether it is a script that does not report its steps; omitted by `status --json`
     metrics: dict[str, float]  # latest value of each metric
     warnings: tuple[str, ...]  # what training warned about since the last `resume`, each text once, the latest last
@@ -105,7 +106,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
         step=step,
         total_steps=total_steps,
         samples=samples,
-        reported=history.metrics.times.get(history.last_number or 0) if trains else None,
+        reported=_last_report(history) if trains else None,
         reports_nothing=history.reports_nothing,
         training=None if (training := _latest(history, "training")) is None else str(training),
         metrics=history.metrics.values,
@@ -177,6 +178,14 @@ def _position(history: History) -> tuple[int | None, int | None]:
         if steps:
             return max(steps), _samples_at(max(steps), history)
     return metrics.step, metrics.samples
+
+
+def _last_report(history: History) -> float | None:
+    """Return when the last attempt reported a step, or that it trains: in its metrics, or by an event."""
+    number = history.last_number or 0
+    told = history.of_attempt(number, events.STARTED, events.RESUMED, events.CHECKPOINT)
+    times = [float(event["time"]) for event in told[-1:]]
+    return max([*times, *([history.metrics.times[number]] if number in history.metrics.times else [])], default=None)
 
 
 def _steps_in(history: History, number: int, *names: str) -> list[int]:

@@ -76,17 +76,26 @@ def test_speed_and_end_are_told_while_it_trains_and_what_failed_before(run: RunD
     assert ended.seconds_left is None and ended.samples_per_second is None
 
 
-@pytest.mark.parametrize(("age", "told"), [(10, "50 of 300 (17%)"), (300, "50 of 300 (17%), reported 5m 00s ago")])
-def test_a_step_that_was_reported_a_while_ago_is_told_while_it_trains(
-    run: RunDirectory, say: Say, ddp: Command, age: float, told: str
+@pytest.mark.parametrize(
+    ("begun", "logged", "told"),
+    [
+        (300, 10, "50 of 300 (17%)"),
+        (400, 300, "50 of 300 (17%), no further one reported for 5m 00s"),
+        (300, None, "0 of 300 (0%), no further one reported for 5m 00s"),
+        (10, None, "0 of 300 (0%)"),
+    ],
+)
+def test_a_training_that_has_reported_no_step_for_a_while_is_told(
+    run: RunDirectory, say: Say, ddp: Command, begun: float, logged: float | None, told: str
 ) -> None:
     begin(run)
-    say("started", 0, at=0, step=0, total_steps=300)
-    row = {"step": 50, "samples": 1600, "epoch": 1, "attempt": 0, "time": time.time() - age, "train/loss": 0.5}
-    run.metrics_file.write_text(json.dumps(row) + "\n")
+    say("started", 0, at=10_000 - begun, step=0, total_steps=300)
+    if logged is not None:
+        row = {"step": 50, "samples": 1600, "epoch": 1, "attempt": 0, "time": time.time() - logged, "train/loss": 0.5}
+        run.metrics_file.write_text(json.dumps(row) + "\n")
     assert f"step             {told}\n" in ddp("status", run.id).stdout
     say("completed", 0, step=300)
-    assert ", reported " not in ddp("status", run.id).stdout
+    assert "reported for" not in ddp("status", run.id).stdout
 
 
 def test_nodes_that_give_no_sign_of_life_are_told_while_it_trains(run: RunDirectory, say: Say) -> None:
