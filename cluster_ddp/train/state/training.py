@@ -23,7 +23,6 @@ from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.coming_back import of_task
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.held import (
-    are_hooks,
     enclosing_methods,
     hooks_of_all,
     hooks_of_tensor,
