@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from cluster_ddp.train.comm_hooks import states_of_hooks
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.state.kinds import is_library, is_of_library
 from cluster_ddp.train.state.only_written import codes_of
@@ -61,11 +62,15 @@ NOT_STATE_OF_OPTIMIZERS = frozenset(
 
 def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
-    but = recomputed(module) | (_set_by_ddp() if isinstance(module, DistributedDataParallel) else set())
+    but = recomputed(module)
+    more: dict[str, Any] = {}
+    if isinstance(module, DistributedDataParallel):
+        but |= _set_by_ddp()
+        more = {"communication hooks": states_of_hooks(module)}
     hooks = {key: held for key, value in vars(module).items() if are_hooks(value) and (held := _hooks_of_user(value))}
     own = {key: value for key, value in inner_parts(module) if key not in _OF_MODULES and key not in but}
     own = {key: value for key, value in own.items() if not _is_own_method(module, key, value)}
-    return {**enclosing_methods(module), **own, **hooks}
+    return {**enclosing_methods(module), **own, **more, **hooks}
 
 
 @functools.cache
