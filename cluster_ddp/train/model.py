@@ -35,6 +35,7 @@ from cluster_ddp.train.refusals import (
     refuse_trained_in_8_bits,
 )
 from cluster_ddp.train.state.stateful import Stateful, copied
+from cluster_ddp.train.state.undoing import numbers_undone
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
@@ -160,7 +161,8 @@ def settle_buckets(
         settle_layout(held, dist.get_world_size())
     comm_hooks = watch_comm_hooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets
-        run_backward(refuse_bypass(model, loss))
+        with numbers_undone(also, model):
+            run_backward(refuse_bypass(model, loss))
         next(comm_hooks, None)
         if _all_are_summed(model):
             summed = {
