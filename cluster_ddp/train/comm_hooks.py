@@ -29,7 +29,12 @@ def watch_comm_hooks(wrapped: Sequence[DistributedDataParallel], warn: Callable[
         )
 
 
+def states_of_hooks(model: DistributedDataParallel) -> list[object]:
+    """What the communication hooks of a model may keep something in."""
+    return [state for _, state in model._comm_hooks]
+
+
 def _counts(wrapped: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, dict[str, int]]]:
     for model in wrapped:
-        for _, state in model._comm_hooks:
+        for state in states_of_hooks(model):
             yield type(state).__name__, {name: value for name, value in inner_parts(state) if type(value) is int}

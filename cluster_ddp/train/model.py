@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World, all_gather
 from cluster_ddp.train.refusals import (
     SHAPED_BY_A_BATCH,
@@ -33,6 +35,7 @@ from cluster_ddp.train.refusals import (
     refuse_trained_in_8_bits,
 )
 from cluster_ddp.train.state.stateful import Stateful, copied
+from cluster_ddp.train.state.undoing import numbers_undone
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
@@ -131,7 +134,8 @@ def settle_buckets(
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. With three or more
     ranks, the layout determines the order in which numbers are added, and so their last bits. A resumed process would
     use the first layout for one step more than the uninterrupted one did. So every attempt, including the first,
-    settles the layout before it starts, using the same batch.
+    settles the layout before it starts, using the same batch. That of other networks that the task has put into DDP is
+    settled by `settle_layout`, because they may be trained only later.
 
     Parameters
     ----------
@@ -153,9 +157,12 @@ def settle_buckets(
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copied(also.state_dict()) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
+    for held in parts_of(also):
+        settle_layout(held, dist.get_world_size())
     comm_hooks = watch_comm_hooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets
-        run_backward(refuse_bypass(model, loss))
+        with numbers_undone(also, model):
+            run_backward(refuse_bypass(model, loss))
         next(comm_hooks, None)
         if _all_are_summed(model):
             summed = {
@@ -177,8 +184,8 @@ def settle_buckets(
         also.load_state_dict(state)
 
 
-def settle_layout(model: nn.Module, world_size: int) -> None:
-    """Settle DDP's buckets like `settle_buckets`, but without a loss, for a custom loop.
+def settle_layout(model: object, world_size: int) -> None:
+    """Settle DDP's buckets like `settle_buckets`, but without a loss, as for a custom loop.
 
     Zero gradients arrive in an order that every attempt repeats, the reverse of their registration. DDP with
     ``find_unused_parameters`` keeps its first layout, so there is nothing to settle.
@@ -186,7 +193,7 @@ def settle_layout(model: nn.Module, world_size: int) -> None:
     Parameters
     ----------
     model
-        The wrapped model, before its first forward pass. Other modules are left alone.
+        The wrapped model, before its first forward pass. Anything else is left alone.
     world_size
         Ranks in the group.
 

@@ -52,6 +52,7 @@ class Update:
         self._tally = _Tally()
         self._on_device = self._parameters[0].device.type != "cpu"
         self._fused = takes_found_inf(optimizer)
+        self._clears_more = type(optimizer).zero_grad is not Optimizer.zero_grad  # such as the gradients of each sample
         if scaler is not None and any(parameter.dtype is torch.float16 for parameter in self._parameters):
             raise TaskError(
                 "train.precision: fp16 keeps the parameters in fp32, but model() gives parameters in fp16: leave them "
@@ -126,6 +127,8 @@ class Update:
         # optimizer's.
         for parameter in self._parameters:
             parameter.grad = None
+        if self._clears_more:
+            self.optimizer.zero_grad()
         return was_skipped
 
     def _expect_gradients(self) -> None:

@@ -33,7 +33,7 @@ def run_of(spec: JobSpec, folder: Path) -> RunDirectory:
 
 
 class OfEachRank(Plain):
-    """Its state is another on each rank, from the start or from its eighth call on (two settle the buckets)."""
+    """Its state is another on each rank, from the start or from a later step on."""
 
     def __init__(self, since: int, as_tensor: bool) -> None:
         self.since, self.as_tensor, self.calls = since, as_tensor, 0

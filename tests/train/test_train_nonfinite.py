@@ -23,8 +23,6 @@ from cluster_ddp.train.update import Update, any_not_finite, any_not_finite_on_d
 
 def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
     task = Exploding(*steps, rank=1)
-    # Two throw-away passes come before the first step; each step is one call.
-    task.steps = tuple(step + 2 for step in steps)
     spec = job(train={"steps": 9, "global_batch": 24, "max_bad_steps": most})
     try:
         trainer, _ = train(task, spec)
@@ -211,7 +209,7 @@ class Towers(nn.ModuleDict):
 
 
 class Hurt(Plain):
-    """In its seventh call (of each rank, after the two that settle the buckets) some gradients are NaN."""
+    """In its seventh step some gradients are NaN."""
 
     def __init__(self, bad: str, rank: int = 0) -> None:
         self.bad, self.rank, self.calls = bad, rank, 0

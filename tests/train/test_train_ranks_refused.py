@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -95,7 +97,7 @@ def test_a_part_of_the_model_may_be_called_beside_it() -> None:
 
 
 class Diverging(Plain):
-    """From its seventh call on (two settle the buckets) each rank changes a weight in a way of its own."""
+    """From its fifth step on each rank changes a weight in a way of its own."""
 
     def __init__(self, what: str) -> None:
         self.what, self.calls = what, 0
@@ -115,7 +117,7 @@ class Diverging(Plain):
         self.calls += 1
         bare = getattr(model, "module", model)
         changed = bare.layers[0].weight if self.what == "weights" else bare.teacher.weight
-        if self.calls >= 7:
+        if self.calls >= 5:
             with torch.no_grad():
                 changed += 1e-3 * torch.distributed.get_rank()
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -251,15 +253,37 @@ class Compresses(Plain):
         if not self.is_hooked:
             self.is_hooked = True
             assert isinstance(model, DistributedDataParallel)
-            model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+            self.register(model)
         return super().loss(model, batch)
 
-
-def said_of_hook() -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        train(Compresses(), job(train={"steps": 1, "global_batch": 12}))
-    return said.getvalue()
+    def register(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
 
 
-def test_a_communication_hook_with_a_state_is_told() -> None:
-    assert "a communication hook that keeps a state (PowerSGDState)" in run_ranks(said_of_hook, 2)[0]
+def sends_in_16_bits(rest: dict[int, Tensor], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    whole = bucket.buffer() + rest.get(bucket.index(), 0.0)
+    sent = whole.half()
+    rest[bucket.index()] = whole - sent.float()
+    return fp16_compress_hook(None, bucket)
+
+
+class CompressesByItself(Compresses):
+    def register(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook({}, lambda rest, bucket: sends_in_16_bits(rest, bucket))  # DDP reads annotations
+
+
+def said_of_hooks(folder: Path) -> list[str]:
+    said = []
+    for task in (Compresses(), CompressesByItself()):
+        with contextlib.redirect_stderr(io.StringIO()) as stream:
+            spec = job(train={"steps": 2, "global_batch": 12})
+            made = create_run(spec, runs_dir=folder, via="local", script=None) if is_main_process() else None
+            train(task, spec, broadcast_object(made))
+        said.append(stream.getvalue())
+    return said
+
+
+def test_a_communication_hook_with_a_state_is_told(tmp_path: Path) -> None:
+    of_torch, of_user = run_ranks(said_of_hooks, 2, tmp_path)[0]
+    assert "a communication hook that keeps a state (PowerSGDState)" in of_torch
+    assert "the model given to loss().communication hooks, which no checkpoint contains" in of_user

@@ -225,14 +225,12 @@ def test_hooks_of_all_optimizers_are_looked_at(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_what_is_kept_in_the_wrapper_of_a_model_is_looked_at() -> None:
-    """DistributedDataParallel has attributes of its own, and those that loss() gives it."""
     wrapped: Any = nn.Sequential(model := nn.Linear(2, 2))
-    wrapped.rounds = 0
     state = State(model, SGD(model.parameters(), lr=0.1), also=Task(), wrapped=wrapped)
     wrapped.hers, calls = 0, []
     wrapped.register_forward_hook(lambda *_: calls.append(1))
     state.watch()
-    wrapped.rounds, wrapped.hers = 1, 1
+    wrapped.hers = 1
     wrapped(torch.ones(2))
     state.watch_again(is_compared=True)
     state.note()

@@ -141,7 +141,7 @@ class SavesOtherwise(ZooTask):
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
         self.array, self.listed, self.number, self.scale = np.ones(3, np.float32), np.ones(3), 1, torch.ones(())
-        self.rate = np.float64(0.1)
+        self.rate, self.in_place = np.float64(0.1), np.ones(3)
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         made = super().optimizer(model, lr)
@@ -153,11 +153,15 @@ class SavesOtherwise(ZooTask):
         self.array, self.listed, self.number = self.array * 1.5, self.listed * 1.5, self.number + 1
         self.scale.grad = torch.tensor(0.1 * self.number)
         self.rate = self.rate * np.exp(0.1)
-        return super().loss(model, batch) * float(self.array[0] + self.listed[0] + self.scale + self.rate)
+        self.in_place *= 1.1
+        return super().loss(model, batch) * float(
+            self.array[0] + self.listed[0] + self.scale + self.rate + self.in_place[0]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "array": torch.from_numpy(self.array),
+            "in place": torch.from_numpy(self.in_place),
             "listed": self.listed.tolist(),
             "number": torch.tensor(self.number),
             "scale": self.scale,
@@ -168,6 +172,7 @@ class SavesOtherwise(ZooTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.array, self.listed = state["array"].numpy(), np.array(state["listed"])
         self.number, self.rate = int(state["number"]), np.float64(state["rate"])
+        self.in_place[:] = state["in place"].numpy()
         with torch.no_grad():
             self.scale.copy_(state["scale"])
         self.second.load_state_dict(state["second"])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from zoo_data import samples
 from zoo_models import mlp
 from zoo_told import told
@@ -100,3 +100,19 @@ def test_it_is_not_told_when_it_is_saved_nor_a_cache_beside_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told(SavesElsewhere, tmp_path, capfd) == []
+
+
+class KnowsTheLargest(ZooTask):
+    """Its batches depend on the largest number so far, which is not in the first one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.largest = 0.0
+
+    def collate(self, items: list[Any]) -> Any:
+        self.largest = max([self.largest, *(inputs.max().item() for inputs, _ in items)])
+        return default_collate([(inputs / self.largest, label) for inputs, label in items])
+
+
+def test_what_collate_keeps_for_later_batches_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(KnowsTheLargest, tmp_path, capfd) == ["task.largest"]

@@ -173,6 +173,21 @@ class WithTensorRate(SGD):
         super().step(closure)
 
 
+class ClearsMore(SGD):
+    """Needs its own zero_grad() after each update, as that of Opacus does, which keeps the gradients of each sample."""
+
+    is_cleared = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.is_cleared
+        super().step(closure)
+        self.is_cleared = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.is_cleared = True
+
+
 class ChangesGroups(SGD):
     """Moves a parameter to its other group, or out of both, before its second update."""
 
@@ -290,6 +305,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adagrad fused": _fused_adagrad,
     "Adagrad from an initial value": plain(Adagrad, initial_accumulator_value=0.5, lr_decay=0.1),
     "a group added later": lambda model, lr: GroupLater(trainable(model), lr),
+    "SGD with its own zero_grad()": lambda model, lr: ClearsMore(trainable(model), lr),
     "SGD whose lr stays a tensor": lambda model, lr: WithTensorRate(trainable(model), lr),
     "a parameter moved to another group": lambda model, lr: ChangesGroups(trainable(model), lr, kept=True),
     "a parameter taken out of its group": lambda model, lr: ChangesGroups(trainable(model), lr, kept=False),

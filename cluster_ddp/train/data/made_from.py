@@ -164,7 +164,7 @@ class MadeFrom:
         if self._steps.mentions(key):
             return False
         held = vars(self._task).get(key) if name.startswith("task.") else None
-        parts = [found for source in self._sources for found in source.values()]
+        parts = [found for source in self._sources[:1] for found in source.values()]
         return any(other in others or (held is not None and part is held) for other, part in parts)
 
     @functools.cached_property

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from cluster_ddp.train.state.comparing import Place, equal_bits, is_alike, is_nonzero, is_same, may_be_alike
+from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
 from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, Snapshot
 
@@ -81,6 +82,7 @@ class Attributes(Snapshot):
             and was is not leaf
             and not was.is_inference()
             and was._version == self._versions[name]
+            and contents([(name, was)]).get(name) == self._contents.get(name)  # it may be a view of an array
             and equal_bits(was, leaf)
         )
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import collections
+import dis
+import functools
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.distributions.utils import lazy_property
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from cluster_ddp.train.comm_hooks import states_of_hooks
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.state.kinds import is_library, is_of_library
+from cluster_ddp.train.state.only_written import codes_of
 
 # Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its
 # models has hooks to record its hidden states.
@@ -58,10 +63,22 @@ NOT_STATE_OF_OPTIMIZERS = frozenset(
 def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
     but = recomputed(module)
+    more: dict[str, Any] = {}
+    if isinstance(module, DistributedDataParallel):
+        but |= _set_by_ddp()
+        more = {"communication hooks": states_of_hooks(module)}
     hooks = {key: held for key, value in vars(module).items() if are_hooks(value) and (held := _hooks_of_user(value))}
     own = {key: value for key, value in inner_parts(module) if key not in _OF_MODULES and key not in but}
     own = {key: value for key, value in own.items() if not _is_own_method(module, key, value)}
-    return {**enclosing_methods(module), **own, **hooks}
+    return {**enclosing_methods(module), **own, **more, **hooks}
+
+
+@functools.cache
+def _set_by_ddp() -> frozenset[str]:
+    """What DDP keeps for itself, such as whether it has rebuilt its buckets."""
+    codes = [code for value in vars(DistributedDataParallel).values() for code in codes_of(value)]
+    instructions = (instruction for code in codes for instruction in dis.get_instructions(code))
+    return frozenset(str(each.argval) for each in instructions if each.opname == "STORE_ATTR")
 
 
 def of_tensor(tensor: Tensor) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.coming_back import of_task
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.held import (
-    are_hooks,
     enclosing_methods,
     hooks_of_all,
     hooks_of_tensor,
@@ -78,7 +77,6 @@ class State:
         self._others = others or {}
         self._seeded, self._read = seeded, read
         self._wrapped = None if wrapped is model else wrapped
-        self._of_wrapped = {} if wrapped is None else dict(vars(wrapped))  # what DDP keeps there for itself
         self._communicating = communicating or Communicating()
         self._model_state = ModelState(model, optimizer)
         self._modules = list(model.named_modules())
@@ -305,8 +303,7 @@ class State:
             holders |= variables_around(code)
             holders |= hooks_of_all()
             given = {} if self._wrapped is None else of_module(self._wrapped)
-            own = {key: value for key, value in given.items() if key not in self._of_wrapped or are_hooks(value)}
-            holders |= {f"the model given to loss().{key}": value for key, value in own.items()}
+            holders |= {f"the model given to loss().{key}": value for key, value in given.items()}
         holders["the settings of torch"] = settings_of_torch()
         # The attributes of the task are among the holders, and hooks often refer to it.
         known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task", **names_in(modules)}

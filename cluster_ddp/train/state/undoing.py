@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.train.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
@@ -46,22 +46,55 @@ def undone(task: object) -> Iterator[None]:
     own = {id(value) for value in (*variables, *of_classes)}
     for part in parts_of(task, *variables, *of_classes):
         is_own = is_of_user(type(part).__module__) or (id(part) in own and isinstance(part, (*CONTAINERS, *HOLDERS)))
-        place = None
-        with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
-            # By its type: a proxy may say that it is a dict.
-            place = part if issubclass(type(part), (dict, *_LISTS)) else getattr(part, "__dict__", None)
-        if isinstance(place, dict) and length(place) <= _FAR:
-            kept.append((place, before := dict(dict.items(place)), is_own))
-            own.update(map(id, before.values()) if is_own else ())
-        elif isinstance(place, _LISTS) and length(place) <= _FAR:
-            kept.append((place, elements_before := list(elements(place)), is_own))
-            own.update(map(id, elements_before) if is_own else ())
+        if (place := _place_of(part)) is not None and length(place) <= _FAR:
+            kept.append((place, _copied(place), is_own))
+            own.update(map(id, elements(place)) if is_own else ())
     try:
         yield
     finally:
         has_threads = _has_threads()
         for place, was, is_own in kept:
             _put_back(place, was, has_all=is_own and not has_threads)
+
+
+@contextlib.contextmanager
+def numbers_undone(*holders: object) -> Iterator[None]:
+    """Restore afterwards the numbers and tensors that objects, their parts and their modules hold, also in lists.
+
+    Not what is made only once, such as a hook, nor the flag that says so: the next call would make it once more.
+    """
+    variables = [vars(module) for module in modules_around(holders)]
+    parts = parts_of(*holders, *variables, *(value for each in variables for value in list(each.values())))
+    places = [place for part in parts if (place := _place_of(part)) is not None]
+    kept = [(place, _copied(place)) for place in places if not isinstance(place, set) and length(place) <= _FAR]
+    try:
+        yield
+    finally:
+        for place, before in kept:
+            if isinstance(place, dict):
+                for key, value in list(dict.items(place)):
+                    if before.get(key) is not value and _is_number(value) and _is_number(before.get(key)):
+                        _put_back_entry(place, key, before)
+            elif all(map(_is_number, (*before, *place))):
+                place.clear()
+                place.extend(before)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _place_of(part: Any) -> Any:
+    """Where an object holds what it holds: itself, if it is a list or the like, or its attributes, if it has any."""
+    with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
+        # By its type: a proxy may say that it is a dict.
+        place = part if issubclass(type(part), (dict, *_LISTS)) else getattr(part, "__dict__", None)
+        return place if isinstance(place, (dict, *_LISTS)) else None
+    return None
+
+
+def _copied(place: Any) -> Any:
+    return dict(dict.items(place)) if isinstance(place, dict) else list(elements(place))
 
 
 def _has_threads() -> bool:
