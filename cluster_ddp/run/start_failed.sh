@@ -1,10 +1,23 @@
 #!/bin/bash
-# bash start-failed.sh RUN_DIRECTORY again|once REASON
+# . start-failed.sh RUN_DIRECTORY again|once REASON
 #
 # Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
 # to requeue the job, since nothing else can and a different host may do better. If the job is not requeued, the next job
 # of its chain leaves this host, or waits a while where there is no other. It is bash because Python may not start on
 # this host.
+
+# In the shell of the batch script, functions and variables may be so large that no program starts: without those, this
+# script runs by itself.
+if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
+    # A read-only one cannot be removed, and stays
+    while IFS= read -r cluster_ddp_name; do unset -f -- "$cluster_ddp_name"; done < <(compgen -A function)
+    while IFS= read -r cluster_ddp_name; do
+        cluster_ddp_value=${!cluster_ddp_name-}
+        [[ $cluster_ddp_name == SLURM* || $cluster_ddp_name == *PATH ]] || ((${#cluster_ddp_value} < 1000)) ||
+            export -n "${cluster_ddp_name?}"
+    done < <(compgen -e)
+    exec "$BASH" "${BASH_SOURCE[0]}" "$@"
+fi
 
 # The limits on requeues in a row: after starts that failed, and after those that Slurm took the nodes from
 tries=3 preemptions=100

@@ -20,31 +20,15 @@ TRIES = 3
 
 _ASK_TO_END = tuple(number.name.removeprefix("SIG") for number in ASK_TO_END)
 
-# An exec would skip an EXIT trap that launch.setup has set.
-_FAIL = r"""# Removes the traps of this script, but not one that launch.setup has set for EXIT
-cluster_ddp_drop_traps() {
-    trap - ERR DEBUG
-    [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT
-}
-
-# Ends this start, which has failed before the keeper runs. With "again" the job is requeued, a few times: another host
-# may do better. The script beside this one in the run directory decides that, and explains it.
+_FAIL = r"""# Ends this start, which has failed before the keeper runs. With "again" the job is requeued, a few times: a
+# different host may do better. The script beside this one in the run directory decides that, and explains it.
 cluster_ddp_fail() {
-    cluster_ddp_drop_traps
+    @drop_traps@
     echo "job.sbatch: $2" >&2
-    local cluster_ddp_policy=@policy@
-    if [[ -f $cluster_ddp_policy ]]; then
+    if [[ -f @policy@ ]]; then
         trap 'kill $!' "${cluster_ddp_signals[@]}" # which only this script receives
-        ( # without large functions and variables, which may be why no program starts
-            set +e # a read-only one cannot be removed, and stays
-            while IFS= read -r cluster_ddp_name; do unset -f -- "$cluster_ddp_name"; done < <(compgen -A function)
-            while IFS= read -r cluster_ddp_name; do
-                cluster_ddp_value=${!cluster_ddp_name-}
-                [[ $cluster_ddp_name == SLURM* || $cluster_ddp_name == *PATH ]] || ((${#cluster_ddp_value} < 1000)) ||
-                    export -n "${cluster_ddp_name?}"
-            done < <(compgen -e)
-            exec "$BASH" "$cluster_ddp_policy" "$cluster_ddp_run" "$1" "$2"
-        ) &
+        # shellcheck source=/dev/null
+        (set +eu +o posix && . "@policy@" "$cluster_ddp_run" "$1" "$2") &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
     elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run yet
         sleep 10
@@ -54,7 +38,15 @@ cluster_ddp_fail() {
     exit 1
 }"""
 
-_BEFORE_SETUP = r"""# What Slurm has set, for lines of launch.setup that unset all of it to hide Slurm from programs.
+# An exec would skip an EXIT trap that launch.setup has set.
+_DROP_TRAPS = "    @drop_traps@\n"
+_BEFORE_SETUP = r"""# Removes the traps of this script, but not one that launch.setup has set for EXIT
+cluster_ddp_drop_traps() {
+    trap - ERR DEBUG
+    [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT
+}
+
+# What Slurm has set, for lines of launch.setup that unset all of it to hide Slurm from programs.
 cluster_ddp_slurm=()
 for cluster_ddp_name in "${!SLURM@}"; do
     cluster_ddp_slurm+=("$cluster_ddp_name=${!cluster_ddp_name}")
@@ -135,7 +127,8 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
     yield "# Signals that Slurm, a person or a site may send; by default they would end this script"
     yield f"cluster_ddp_signals=({' '.join(dict.fromkeys((signal, 'TERM', *_ASK_TO_END)))})"
     yield ""
-    yield _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@tries@", str(TRIES))
+    fail = _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@tries@", str(TRIES))
+    yield fail.replace("@drop_traps@", "cluster_ddp_drop_traps") if spec.launch.setup else fail.replace(_DROP_TRAPS, "")
     yield ""
     if spec.launch.setup:
         yield from (_BEFORE_SETUP, "")
