@@ -35,7 +35,7 @@ def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: Calm
     assert "_fail" not in stacks[0]
     hangs = [event for event in training.events() if event["event"] == "hang"]
     assert hangs
-    assert all(event["step"] == 27 and event["phase"] == "training" for event in hangs)
+    assert all(event["step"] == 29 and event["phase"] == "training" for event in hangs)
     requeued = [event["reason"] for event in training.events() if event["event"] == "requeued"]
     assert len(requeued) == 1 and "hangs" in requeued[0]
 
