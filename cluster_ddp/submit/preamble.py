@@ -38,8 +38,9 @@ cluster_ddp_fail() {
     exit 1
 }"""
 
-# An exec would skip an EXIT trap that launch.setup has set.
 _DROP_TRAPS = "    @drop_traps@\n"
+
+# An exec would skip an EXIT trap that launch.setup has set.
 _BEFORE_SETUP = r"""# Removes the traps of this script, but not one that launch.setup has set for EXIT
 cluster_ddp_drop_traps() {
     trap - ERR DEBUG
