@@ -174,7 +174,7 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
     from torch.utils.data import Dataset, TensorDataset
 
     from cluster_ddp.job import JobSpec
-    from cluster_ddp.launch.heartbeat import HeartbeatFile
+    from cluster_ddp.launch.node.heartbeat import HeartbeatFile
     from cluster_ddp.run.attempt import begin_attempt
     from cluster_ddp.run.runs import create_run
     from cluster_ddp.train import Task, Trainer

@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from cluster_ddp.launch.rendezvous import SIGNED, SignedBackend, sign_rendezvous
+from cluster_ddp.launch.torchrun.rendezvous import SIGNED, SignedBackend, sign_rendezvous
 from cluster_ddp.run.attempt import KEY_BYTES
 
 THREADS = 64  # agents of a process

@@ -26,7 +26,7 @@ START_SECONDS = 30
 HOOK = """
 import os, sys, time
 words = " ".join(sys.orig_argv)
-kind = "node program" if "cluster_ddp.launch.node" in words else "rank" if "RANK" in os.environ else "other"
+kind = "node program" if "cluster_ddp.launch.node.__main__" in words else "rank" if "RANK" in os.environ else "other"
 told = os.open(f"{os.environ['COUNTED']}/{kind}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def note(event, arguments):
     if event in ("open", "os.listdir", "os.scandir", "os.utime", "os.rename", "os.remove", "os.mkdir"):

@@ -12,9 +12,9 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
-from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.record import RunRecord, is_of_original, read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, name_for_commands, runs_dir_of
+from cluster_ddp.run.status.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs

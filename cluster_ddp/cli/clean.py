@@ -22,7 +22,7 @@ from cluster_ddp.run.directory import RunDirectory, steps_in
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run_to_change, list_runs, runs_dir_of
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, runs_in
 
 

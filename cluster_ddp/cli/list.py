@@ -10,7 +10,7 @@ from cluster_ddp.cli.overview import Overview
 from cluster_ddp.cli.run_states import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.run.status import RunSummary
+from cluster_ddp.run.status.report import RunSummary
 from cluster_ddp.words import moment
 
 

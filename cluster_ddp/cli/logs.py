@@ -20,7 +20,7 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.node_log import LogLine
 from cluster_ddp.run.runs import find_run, runs_dir_of
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
 
 _POLL_SECONDS = 1.0
 

@@ -13,10 +13,10 @@ from cluster_ddp.cli.run_states import SlurmJobs
 from cluster_ddp.printing import say_if_storage_is_slow
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.runs import list_runs
-from cluster_ddp.run.state_cache import EndedRuns, Known
-from cluster_ddp.run.status import RunStatus, RunSummary
+from cluster_ddp.run.status.cache import EndedRuns, Known
+from cluster_ddp.run.status.report import RunStatus, RunSummary
+from cluster_ddp.run.status.sweep import NotBegun, SweepCounts, read_known_elements
 from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep
-from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, read_known_elements
 
 S = TypeVar("S", bound=RunSummary)
 

@@ -14,13 +14,13 @@ from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import resume_command
 from cluster_ddp.run.jobs import read_known, slurm_job_ids
-from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord, original_of
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import name_for_commands
-from cluster_ddp.run.state_cache import Known
-from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
-from cluster_ddp.run.sweep_status import SweepCounts
+from cluster_ddp.run.status.cache import Known
+from cluster_ddp.run.status.orphaned_jobs import ask_about, with_orphaned_jobs
+from cluster_ddp.run.status.report import RunStatus, RunSummary, describe_known
+from cluster_ddp.run.status.sweep import SweepCounts
 from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob

@@ -12,10 +12,10 @@ from cluster_ddp.cli.run_states import K, SlurmJobs, ask_slurm, describe_with
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.runs import find_run, runs_dir_of
-from cluster_ddp.run.state_cache import EndedRuns, Known
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.cache import EndedRuns, Known
+from cluster_ddp.run.status.report import RunStatus
+from cluster_ddp.run.status.sweep import NotBegun, SweepCounts, best_of, read_known_elements
 from cluster_ddp.run.sweep import find_sweep, read_sweep
-from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, best_of, read_known_elements
 from cluster_ddp.slurm.states import SlurmJob
 
 # Many people watching at once must not slow Slurm's controller down: the run directories tell most of what changes.

@@ -19,8 +19,8 @@ from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.cli.selection import Selection, Snapshot
 from cluster_ddp.cli.table import table
 from cluster_ddp.printing import one_line, printable
-from cluster_ddp.run.goodput import Goodput
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.goodput import Goodput
+from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.words import duration, moment
 
 _REFRESH_SECONDS = 2.0

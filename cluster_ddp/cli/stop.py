@@ -15,10 +15,10 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
-from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run_to_change, name_for_commands, runs_dir_of
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.keeper_at_work import is_deciding_or_waiting
+from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.run.via import LAUNCH

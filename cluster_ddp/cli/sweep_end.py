@@ -15,9 +15,9 @@ from cluster_ddp.run.errors import RunError, resume_command
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import KnownRun, living_jobs, read_known
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
+from cluster_ddp.run.status.sweep import NotBegun, describe_element, read_known_elements, tasks_of
 from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, read_sweep, update_sweep, withdraw
-from cluster_ddp.run.sweep_status import NotBegun, describe_element, read_known_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 from cluster_ddp.submit.adopting import adopt_sweep_jobs

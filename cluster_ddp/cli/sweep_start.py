@@ -10,7 +10,7 @@ from cluster_ddp.cli.run_states import show_metrics
 from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, read_sweep
 from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit.base import SubmitError

@@ -19,7 +19,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NOTIFIED, WARNING, EventWriter
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 
 if TYPE_CHECKING:
     from cluster_ddp.job import NotifySpec

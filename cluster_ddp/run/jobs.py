@@ -33,7 +33,7 @@ class KnownRun:
     attempts: tuple[AttemptRecord, ...]
     orphaned: OrphanedJob | None = None  # set if the process that submitted it was killed, or got no clear answer
     withdrawn: tuple[str, ...] = ()  # the arrays of its sweep that `stop` or `cancel` took out of the queue
-    found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.orphaned_jobs`
+    found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.status.orphaned_jobs`
 
     @property
     def slurm_job_ids(self) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import read_known
-from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.status.orphaned_jobs import ask_about, with_orphaned_jobs
+from cluster_ddp.run.status.sweep import read_known_elements
 from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, read_sweep, update_sweep
-from cluster_ddp.run.sweep_status import read_known_elements
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.submit.base import note_submitted
 

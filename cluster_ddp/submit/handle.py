@@ -13,10 +13,10 @@ from cluster_ddp import exit_statuses
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.jobs import read_known
-from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run, runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe_known
+from cluster_ddp.run.status.orphaned_jobs import ask_about, with_orphaned_jobs
+from cluster_ddp.run.status.report import RunStatus, describe_known
 from cluster_ddp.run.via import LOCAL, QUEUED, SBATCH
 from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit.base import Submission, SubmitError, start_run

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, ON_LOOPBACK
 from cluster_ddp.launch.environment import busy_beside, omp_threads
+from cluster_ddp.launch.keeper.script_outcome import record_script_outcome
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
-from cluster_ddp.launch.script_outcome import record_script_outcome
-from cluster_ddp.launch.torchrun import fill_in, torchrun_command
+from cluster_ddp.launch.torchrun.command import fill_in, torchrun_command
 from cluster_ddp.launch.variables import STOP_AFTER_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.run.attempt import begin_attempt
@@ -28,7 +28,7 @@ from cluster_ddp.run.errors import RunGone
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run, runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 from cluster_ddp.run.via import LOCAL
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
 from cluster_ddp.submit.machine import devices_here, interpreter

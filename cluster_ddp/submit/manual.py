@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.launch.address import ON_LOOPBACK
-from cluster_ddp.launch.lost_nodes import record_silent_node
+from cluster_ddp.launch.keeper.lost_nodes import record_silent_node
+from cluster_ddp.launch.keeper.script_outcome import record_script_outcome
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port, is_free
-from cluster_ddp.launch.script_outcome import record_script_outcome
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes, gives_sign_of_life
-from cluster_ddp.launch.torchrun import fill_in, torchrun_command
+from cluster_ddp.launch.torchrun.command import fill_in, torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, refuse_alive, request_resume
@@ -45,7 +45,7 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import make_or_join, runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.submit.arrivals import Meeting, note_arrivals
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted

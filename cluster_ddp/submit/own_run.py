@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_ddp.launch.patience import PASSING_SECONDS, storage_error
+from cluster_ddp.launch.keeper.patience import PASSING_SECONDS, storage_error
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job, read_record

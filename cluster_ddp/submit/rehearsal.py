@@ -19,7 +19,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.metrics import values_by_step
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 from cluster_ddp.submit.base import check_writable
 from cluster_ddp.submit.local import LocalStart, start_local
 from cluster_ddp.submit.resume import plan_resume, resume_here

@@ -20,7 +20,7 @@ from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, announce_submission, read_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import keep_script, name_for_commands
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED

@@ -16,8 +16,8 @@ from pathlib import Path
 from cluster_ddp.exit_statuses import RUN_ENDED
 from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.job.units import format_slurm_time
-from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN, node_program
-from cluster_ddp.launch.torchrun import torchrun_command
+from cluster_ddp.launch.keeper.job_step import ATTEMPT, PORT, SRUN, node_program
+from cluster_ddp.launch.torchrun.command import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.submit.preamble import IGNORE_SIGNALS, hand_over, interpreter_check, preamble

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
     from cluster_ddp.job import JobSpec
-    from cluster_ddp.launch.allocation import Allocation
-    from cluster_ddp.launch.deciding import KeptStart
+    from cluster_ddp.launch.keeper.allocation import Allocation
+    from cluster_ddp.launch.keeper.deciding import KeptStart
     from cluster_ddp.slurm.start import SlurmStart
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
@@ -84,9 +84,9 @@ class SubmititJob:
 
 def _keep(run: RunDirectory) -> KeptStart:
     from cluster_ddp.job import load_resolved
-    from cluster_ddp.launch.allocation import SlurmAllocation
-    from cluster_ddp.launch.job_step import SRUN, node_program
-    from cluster_ddp.launch.keeper import Keeper
+    from cluster_ddp.launch.keeper.allocation import SlurmAllocation
+    from cluster_ddp.launch.keeper.job_step import SRUN, node_program
+    from cluster_ddp.launch.keeper.keeper import Keeper
     from cluster_ddp.network import resolve
     from cluster_ddp.process import limit_umask
     from cluster_ddp.slurm.start import this_start
@@ -107,8 +107,8 @@ def _keep(run: RunDirectory) -> KeptStart:
 
 def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> list[str]:
     from cluster_ddp.launch.address import LOOPBACK
-    from cluster_ddp.launch.job_step import ATTEMPT, PORT
-    from cluster_ddp.launch.torchrun import torchrun_command
+    from cluster_ddp.launch.keeper.job_step import ATTEMPT, PORT
+    from cluster_ddp.launch.torchrun.command import torchrun_command
     from cluster_ddp.slurm.nodelist import first_host
 
     if start is None:

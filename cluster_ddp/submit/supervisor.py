@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TextIO
 
-from cluster_ddp.launch.job_step import node_program
+from cluster_ddp.launch.keeper.job_step import node_program
+from cluster_ddp.launch.node.reaper import SAVE_SECONDS
 from cluster_ddp.launch.processes import die_with_parent, existing_signals, is_stopped
-from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name

@@ -21,7 +21,8 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import read_known
 from cluster_ddp.run.record import slurm_comment
 from cluster_ddp.run.runs import keep_script, runs_dir_of, share_with_group
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
+from cluster_ddp.run.status.sweep import TO_START, describe_element, read_known_elements
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.sweep import (
     Element,
@@ -36,7 +37,6 @@ from cluster_ddp.run.sweep import (
     with_elements,
     withdraw,
 )
-from cluster_ddp.run.sweep_status import TO_START, describe_element, read_known_elements
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import cancel_job, query_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size

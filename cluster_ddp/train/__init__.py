@@ -3,12 +3,12 @@
 task, trainer, session            what a user writes, the training loop, and what surrounds any loop
 step, update, nonfinite           from losses to gradients, to new weights or a skipped step, to the end if too many are
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
-model, comm_hooks, buffers, ema   the network and DDP, its buffers, the average of its weights
+model, buffers, ema               the network and DDP, its buffers, the average of its weights
 evaluation, evaluation_weights    evaluating, with the weights meant for it
 metric_names                      what an evaluation will return, read from its source
 saving, overlap                   when to save, and what may go on meanwhile
 repeated                          steps that a resume repeats, compared with what they were before
-randomness, inner_parts           seeds, and the generators that objects hold
+randomness                        seeds, and the generators that objects hold
 refusals, unsuited_optimizers, errors   what is refused early, and the errors of a rank
 task_rank, script, public         ranks that train a task, scripts that join a run, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile

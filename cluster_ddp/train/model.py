@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
-from cluster_ddp.train.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World, all_gather
@@ -34,6 +33,7 @@ from cluster_ddp.train.refusals import (
     refuse_scripted,
     refuse_trained_in_8_bits,
 )
+from cluster_ddp.train.state.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.state.stateful import Stateful, copied
 from cluster_ddp.train.state.undoing import numbers_undone
 from cluster_ddp.train.step import run_backward

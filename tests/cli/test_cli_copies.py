@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.slurm.states import SlurmJob
 

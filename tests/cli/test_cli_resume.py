@@ -25,7 +25,7 @@ from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import read_record, update_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.submit import local
 

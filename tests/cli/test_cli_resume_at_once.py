@@ -20,7 +20,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import add_slurm_job, announce_submission
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError

@@ -15,7 +15,7 @@ from cluster_ddp.job import load_resolved
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, FAILED
 from cluster_ddp.run.record import read_record
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.sweep import claimed, read_sweep, update_sweep
 from cluster_ddp.slurm.commands import submit_script
 from cluster_ddp.submit.element import main as element_program

@@ -15,7 +15,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.errors import ElementWithdrawn, RunError
 from cluster_ddp.run.events import COMPLETED, FAILED, EventWriter
 from cluster_ddp.run.liveness import claim
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.sweep import SweepRecord, claimed, read_sweep
 from cluster_ddp.run.via import LOCAL
 

@@ -238,7 +238,7 @@ NODES: dict[str, Row] = {
     ),
     "a node that never joins": Row(
         "torchrun gives up after `launch.join_timeout`; torchrun's message and what to do are reported; requeued",
-        stand_still(r"-m cluster_ddp\.launch\.start_torchrun", None),
+        stand_still(r"-m cluster_ddp\.launch\.torchrun", None),
         at=0,
         job={"launch": {"join_timeout": 20}},
         words=("20 s",),

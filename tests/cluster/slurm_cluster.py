@@ -222,7 +222,7 @@ class SlurmCluster(LoginNode):
 
     def agents(self, node: str) -> list[Process]:
         """The torchrun agents of a node."""
-        return self.processes(node, r"-m cluster_ddp\.launch\.start_torchrun")
+        return self.processes(node, r"-m cluster_ddp\.launch\.torchrun")
 
     def kill(self, process: Process, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to a process of a node; it may be gone already."""

@@ -9,10 +9,10 @@ from fault_page import VERSIONS, page_with, read_results, table
 from fault_rows import ROWS
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.patience import PASSING_SECONDS, ROOM_SECONDS
-from cluster_ddp.launch.reaper import SAVE_SECONDS
-from cluster_ddp.launch.stopping import SHORT_GRACE_SECONDS
-from cluster_ddp.launch.watchdog import SHORTEST_LEARNED
+from cluster_ddp.launch.keeper.patience import PASSING_SECONDS, ROOM_SECONDS
+from cluster_ddp.launch.node.reaper import SAVE_SECONDS
+from cluster_ddp.launch.node.stopping import SHORT_GRACE_SECONDS
+from cluster_ddp.launch.node.watchdog import SHORTEST_LEARNED
 from cluster_ddp.run import events
 from cluster_ddp.run.run_state import RunState
 

@@ -7,8 +7,8 @@ import re
 import pytest
 from documented import PROJECT, Call, finish, is_message_of_the_program
 
+from cluster_ddp.launch.node.watchdog import UNLEARNED
 from cluster_ddp.launch.ports import FIRST_PORT, PORTS
-from cluster_ddp.launch.watchdog import UNLEARNED
 from cluster_ddp.train import choose_backend
 
 PAGE = (PROJECT / "docs" / "troubleshooting.md").read_text()

@@ -12,10 +12,10 @@ from own_loops import new_run
 from train_ranks import start_program
 from waiting import wait_for
 
-from cluster_ddp.launch.forced_end import ForcedEnd
-from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.ranks import LocalRanks, Rank
-from cluster_ddp.launch.stopping import Stopping
+from cluster_ddp.launch.node.forced_end import ForcedEnd
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.ranks import LocalRanks, Rank
+from cluster_ddp.launch.node.stopping import Stopping
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.stopfile import PERSON
 

@@ -15,7 +15,7 @@ from node_process import Node
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.processes import is_alive, kill_all
-from cluster_ddp.launch.torchrun import torchrun_command
+from cluster_ddp.launch.torchrun.command import torchrun_command
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.runs import create_run

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
+from cluster_ddp.launch.node.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
 from cluster_ddp.run.phase import Phase
 
 steps = int(sys.argv[1])

@@ -78,7 +78,7 @@ class Node:
             int(pid)
             for children in Path(f"/proc/{self.pid}/task").glob("*/children")
             for pid in children.read_text().split()
-            if b"cluster_ddp.launch.reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"cluster_ddp.launch.node.reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         return pid
 

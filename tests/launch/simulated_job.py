@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from simulated_world import KILL_WAIT, World
 from starts import start
 
-from cluster_ddp.launch.batch_host import BatchHost, News, Signal
-from cluster_ddp.launch.deciding import KeptStart
-from cluster_ddp.launch.keeper import Keeper
+from cluster_ddp.launch.keeper.batch_host import BatchHost, News, Signal
+from cluster_ddp.launch.keeper.deciding import KeptStart
+from cluster_ddp.launch.keeper.keeper import Keeper
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from failure_causes import with_cause
 
-from cluster_ddp.launch import beginning
-from cluster_ddp.launch.deciding import decide_after
+from cluster_ddp.launch.keeper import beginning
+from cluster_ddp.launch.keeper.deciding import decide_after
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.decision import Decision, record_decision

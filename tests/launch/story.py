@@ -9,11 +9,11 @@ from simulated_world import Life, World
 
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.queueing import RequeueFailed
+from cluster_ddp.launch.keeper.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 
 SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
 

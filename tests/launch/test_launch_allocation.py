@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.allocation import SlurmAllocation
+from cluster_ddp.launch.keeper.allocation import SlurmAllocation
 from cluster_ddp.slurm.start import this_start
 
 

@@ -12,7 +12,7 @@ import pytest
 from starts import attempts, begin, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.bad_hosts import bad_hosts, enough_others, hosts_to_avoid
+from cluster_ddp.launch.keeper.bad_hosts import bad_hosts, enough_others, hosts_to_avoid
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.decision import decide

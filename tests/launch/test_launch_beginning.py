@@ -12,11 +12,11 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch import beginning
-from cluster_ddp.launch.batch_host import BatchHost
-from cluster_ddp.launch.beginning import begin as begin_start
-from cluster_ddp.launch.deciding import decide_after
-from cluster_ddp.launch.patience import patiently
+from cluster_ddp.launch.keeper import beginning
+from cluster_ddp.launch.keeper.batch_host import BatchHost
+from cluster_ddp.launch.keeper.beginning import begin as begin_start
+from cluster_ddp.launch.keeper.deciding import decide_after
+from cluster_ddp.launch.keeper.patience import patiently
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch import environment, hang_dump, report
-from cluster_ddp.launch.heartbeat import stacks_beside
+from cluster_ddp.launch import environment
 from cluster_ddp.launch.logs import Tail
+from cluster_ddp.launch.node import hang_dump, report
+from cluster_ddp.launch.node.heartbeat import stacks_beside
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.submit.local import LocalStart
 
@@ -131,7 +132,7 @@ def test_slurm_says_how_many_cpus_there_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
     """As ProcessGroupNCCL does it: a named pipe per rank, and whatever is written there means: dump."""
-    from cluster_ddp.launch.ranks import Rank
+    from cluster_ddp.launch.node.ranks import Rank
 
     heartbeat = tmp_path / "heartbeat"
     pipe = Path(f"{environment.recorder_pipes(heartbeat)}5.pipe")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, PContext, SubprocessContext
 
-from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.ports import free_port
+from cluster_ddp.launch.torchrun.exits import RankExit, RankExits
 from cluster_ddp.run.directory import RunDirectory
 
 # Rank 2 is killed in its first life, rank 0 leaves and rank 1 fails in its second; the others would go on.
@@ -37,7 +37,7 @@ time.sleep(600)
 """
 CHANGED = (
     f"torch {torch.__version__} no longer ends its ranks through PContext.wait and PContext.close: the exit codes of "
-    "ranks are lost (launch/exits.py)"
+    "ranks are lost (launch/torchrun/exits.py)"
 )
 
 
@@ -63,7 +63,7 @@ def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path)
         f"--log-dir={tmp_path}",
         "--redirects=3",
     ]
-    command = [sys.executable, "-m", "cluster_ddp.launch.start_torchrun", *options, "ranks.py", "--log", "--local"]
+    command = [sys.executable, "-m", "cluster_ddp.launch.torchrun", *options, "ranks.py", "--log", "--local"]
     known = {"CLUSTER_DDP_RUN": str(tmp_path), "CLUSTER_DDP_ATTEMPT": "0"}
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | known, capture_output=True, text=True, timeout=120, check=False

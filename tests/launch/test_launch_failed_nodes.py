@@ -8,10 +8,10 @@ from typing import cast
 import pytest
 from starts import attempts, happened, stand_in, start
 
-from cluster_ddp.launch.bad_hosts import bad_hosts
-from cluster_ddp.launch.job_step_output import JobStepOutput
-from cluster_ddp.launch.lost_nodes import record_failed_nodes
-from cluster_ddp.launch.running_job_step import RunningJobStep
+from cluster_ddp.launch.keeper.bad_hosts import bad_hosts
+from cluster_ddp.launch.keeper.job_step_output import JobStepOutput
+from cluster_ddp.launch.keeper.lost_nodes import record_failed_nodes
+from cluster_ddp.launch.keeper.running_job_step import RunningJobStep
 from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of

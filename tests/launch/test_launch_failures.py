@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from cluster_ddp.errors import Cause
-from cluster_ddp.launch.exits import RankExit, RankExits, StartedRank
-from cluster_ddp.launch.failures import Failures
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.failures import Failures
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.launch.processes import kill_all
-from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
+from cluster_ddp.launch.torchrun.exits import RankExit, RankExits, StartedRank
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.run.causes import describe_failure, shortened
 from cluster_ddp.run.directory import RunDirectory

@@ -17,11 +17,11 @@ import pytest
 from waiting import wait_for
 
 from cluster_ddp.errors import Cause
-from cluster_ddp.launch import forced_end
-from cluster_ddp.launch.forced_end import ForcedEnd
-from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.ranks import LocalRanks, Rank
-from cluster_ddp.launch.stopping import Stopping
+from cluster_ddp.launch.node import forced_end
+from cluster_ddp.launch.node.forced_end import ForcedEnd
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.ranks import LocalRanks, Rank
+from cluster_ddp.launch.node.stopping import Stopping
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, EventWriter
 from cluster_ddp.run.phase import Phase

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch import hang_dump
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
-from cluster_ddp.launch.ranks import Rank
+from cluster_ddp.launch.node import hang_dump
+from cluster_ddp.launch.node.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
+from cluster_ddp.launch.node.ranks import Rank
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.phase import Phase
 
 RANK = """
 import sys
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile, Phase
 heartbeat = HeartbeatFile.open(sys.argv[1])
 slot = heartbeat.slots[1]
 slot.claim(rank=5)

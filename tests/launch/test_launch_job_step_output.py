@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.agent_failure import Meeting, agent_failure, explain
-from cluster_ddp.launch.job_step_output import JobStepOutput
-from cluster_ddp.launch.node import did_not_start
+from cluster_ddp.launch.keeper.job_step_output import JobStepOutput
+from cluster_ddp.launch.node.__main__ import did_not_start
 from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
+from cluster_ddp.launch.torchrun.agent_failure import Meeting, agent_failure, explain
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 

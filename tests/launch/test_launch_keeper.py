@@ -16,11 +16,11 @@ from starts import start
 from waiting import wait_for
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.allocation import SlurmAllocation
-from cluster_ddp.launch.batch_host import BatchHost
-from cluster_ddp.launch.deciding import job_action_for
-from cluster_ddp.launch.end_of_job import EndOfJob
-from cluster_ddp.launch.job_step import with_attempt
+from cluster_ddp.launch.keeper.allocation import SlurmAllocation
+from cluster_ddp.launch.keeper.batch_host import BatchHost
+from cluster_ddp.launch.keeper.deciding import job_action_for
+from cluster_ddp.launch.keeper.end_of_job import EndOfJob
+from cluster_ddp.launch.keeper.job_step import with_attempt
 from cluster_ddp.run.decision import Action
 from cluster_ddp.run.runs import create_run
 
@@ -77,7 +77,8 @@ def test_an_error_of_what_is_waited_for_is_raised_at_once() -> None:
 def test_what_the_keeper_says_does_not_hold_it_up() -> None:
     """The job's output is in the run directory: storage that hangs kept it from requeueing the job."""
     code = (
-        "import os, sys; from cluster_ddp.launch.batch_host import say; from cluster_ddp.process import fast_exit;"
+        "import os, sys; from cluster_ddp.launch.keeper.batch_host import say;"
+        "from cluster_ddp.process import fast_exit;"
         "say('x' * (1 << 20)); say('and more'); fast_exit(3, at_once=True)"
     )
     reading, writing = os.pipe()  # which takes less than that
@@ -153,7 +154,7 @@ def test_what_the_user_wrote_in_braces_stays() -> None:
 
 def test_the_keeper_starts_quickly_since_it_loads_little() -> None:
     code = (
-        "import sys, cluster_ddp.launch.keeper;"
+        "import sys, cluster_ddp.launch.keeper.keeper;"
         "print(*sorted({'torch', 'pydantic', 'yaml', 'rich', 'typer', 'numpy'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}

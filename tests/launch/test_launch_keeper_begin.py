@@ -14,14 +14,14 @@ from simulated_world import Life, World
 from story import SPEC
 
 from cluster_ddp.errors import ClusterDDPError
-from cluster_ddp.launch import keeper
-from cluster_ddp.launch.patience import ROOM_SECONDS
+from cluster_ddp.launch.keeper import keeper
+from cluster_ddp.launch.keeper.patience import ROOM_SECONDS
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.errors import RunAlive, RunError
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 
 
 def _hang(monkeypatch: pytest.MonkeyPatch, where: str) -> None:

@@ -16,13 +16,13 @@ from simulated_job import live
 from simulated_world import KILL_WAIT, KILLS, Life, World
 from story import SPEC, play
 
-from cluster_ddp.launch.queueing import RequeueFailed
+from cluster_ddp.launch.keeper.queueing import RequeueFailed
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.events import REQUEUED, on_this_host
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 # The same in each run; `make chaos` tries others.

@@ -18,13 +18,14 @@ from story import SPEC, play
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.job.errors import JobFileError
-from cluster_ddp.launch import end_of_job, keeper, keeper_records, stop_requests
-from cluster_ddp.launch.running_job_step import START_SECONDS
+from cluster_ddp.launch.keeper import end_of_job, keeper, stop_requests
+from cluster_ddp.launch.keeper import records as keeper_records
+from cluster_ddp.launch.keeper.running_job_step import START_SECONDS
 from cluster_ddp.run import decision, events
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.reading import read_on
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("no_slurm")

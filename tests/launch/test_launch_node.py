@@ -20,15 +20,15 @@ import pytest
 from node_process import Node
 from waiting import wait_for
 
-from cluster_ddp.launch import node_failures
-from cluster_ddp.launch.agent_failure import AgentFailure
+from cluster_ddp.launch.node import node_failures
 from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.launch.torchrun.agent_failure import AgentFailure
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import outcome_of
 from cluster_ddp.run.events import NODE_FAILED, NODE_STARTED, EventWriter, read_events
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import AT_ONCE, PERSON, TERMINATED, TIME_LIMIT, request_stop
 
 Start = Callable[..., Node]

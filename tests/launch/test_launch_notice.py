@@ -18,7 +18,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, FAILED, STARTED, STOPPED, EventWriter
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 
 
 def asking_for(folder: Path, command: str, *on: str) -> RunDirectory:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from node_process import Node
 
-from cluster_ddp.launch import logs, rank_output
-from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
+from cluster_ddp.launch import logs
+from cluster_ddp.launch.node import rank_output
+from cluster_ddp.launch.node.rank_output import AGENT_LOG, RankOutput
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.node_log import LogLine, parse_line
 

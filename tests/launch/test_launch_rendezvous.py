@@ -26,11 +26,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from waiting import wait_for
 
-from cluster_ddp.launch import rendezvous
-from cluster_ddp.launch.agent_failure import Meeting
 from cluster_ddp.launch.ports import free_port
-from cluster_ddp.launch.rendezvous import Rendezvous, SignedBackend, Signer, make_rendezvous
-from cluster_ddp.launch.torchrun import option
+from cluster_ddp.launch.torchrun import rendezvous
+from cluster_ddp.launch.torchrun.agent_failure import Meeting
+from cluster_ddp.launch.torchrun.command import option
+from cluster_ddp.launch.torchrun.rendezvous import Rendezvous, SignedBackend, Signer, make_rendezvous
 from cluster_ddp.run.directory import AttemptDirectory
 
 needs_keys = pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch's store does not list its keys")
@@ -149,7 +149,7 @@ def meet(
 
 
 def test_who_came_is_told_when_others_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster_ddp.launch.rendezvous.host_name", lambda: "n1")
+    monkeypatch.setattr("cluster_ddp.launch.torchrun.rendezvous.host_name", lambda: "n1")
     parameters = RendezvousParameters(
         "c10d", f"127.0.0.1:{free_port()}", "7.0", 2, 2, "127.0.0.1", is_host=True, join_timeout=1
     )

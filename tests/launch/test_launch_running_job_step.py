@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch import job_step_output, running_job_step
-from cluster_ddp.launch.running_job_step import RunningJobStep
+from cluster_ddp.launch.keeper import job_step_output, running_job_step
+from cluster_ddp.launch.keeper.running_job_step import RunningJobStep
 from cluster_ddp.launch.sign_of_life import SignOfLife, SilentNodes
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.stopfile import request_stop

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.stopping import Stopping
 from cluster_ddp.launch.processes import ASK_TO_END
-from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.stopfile import read_stop, request_stop
@@ -163,7 +163,7 @@ def test_full_storage_does_not_keep_this_node_from_stopping(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cluster_ddp.launch.stopping.request_stop", full)
+    monkeypatch.setattr("cluster_ddp.launch.node.stopping.request_stop", full)
     send(make(share=True), signal.SIGTERM)
     assert heartbeat.stop_level == 1
 

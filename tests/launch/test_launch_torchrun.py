@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.torchrun import fill_in, option, torchrun_command, trains_a_task
+from cluster_ddp.launch.torchrun.command import fill_in, option, torchrun_command, trains_a_task
 
 TASK = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"max_restarts": 2, "join_timeout": 90})
 SCRIPT = JobSpec(name="a", script="/home/me/train.py", args=("--log-dir={log_dir}", "{is_host}", "--nnodes=9"))
@@ -40,7 +40,7 @@ def test_only_options_that_torch_2_4_has_are_in_the_line() -> None:
 
 def test_a_node_fills_in_its_own_values_and_leaves_the_script_alone() -> None:
     filled = fill_in(line(SCRIPT), is_host=True, local_addr="10.0.0.1", log_dir="/runs/r/x")
-    assert filled[:3] == [sys.executable, "-m", "cluster_ddp.launch.start_torchrun"]
+    assert filled[:3] == [sys.executable, "-m", "cluster_ddp.launch.torchrun"]
     assert "--rdzv-conf=is_host=1,join_timeout=600,last_call_timeout=30" in filled
     assert "--local-addr=10.0.0.1" in filled
     assert "--log-dir=/runs/r/x" in filled
@@ -58,7 +58,7 @@ def test_tasks_and_scripts_are_told_apart() -> None:
 def test_an_agent_loads_what_computes_with_tensors_without_data_only_where_it_is_used() -> None:
     program = """
 import sys
-from cluster_ddp.launch.start_torchrun import defer_computing
+from cluster_ddp.launch.torchrun import defer_computing
 defer_computing()
 from torch.distributed import run
 name = "torch._meta_registrations"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.vanished import RunWatch
+from cluster_ddp.launch.node.vanished import RunWatch
 from cluster_ddp.run.directory import RunDirectory
 
 
@@ -79,7 +79,7 @@ def test_storage_that_is_away_is_waited_for_and_then_given_up(run: Path, monkeyp
 UNMOUNTED = """
 import shutil, subprocess, sys
 from pathlib import Path
-from cluster_ddp.launch.vanished import RunWatch
+from cluster_ddp.launch.node.vanished import RunWatch
 from cluster_ddp.run.directory import RunDirectory
 
 storage = Path(sys.argv[1])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.ranks import Rank
-from cluster_ddp.launch.watchdog import (
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.ranks import Rank
+from cluster_ddp.launch.node.watchdog import (
     SHORTEST_LEARNED,
     START_MARGIN,
     STOPPING_SAVE,
@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000 * SECOND
-        monkeypatch.setattr("cluster_ddp.launch.heartbeat.time.monotonic_ns", lambda: self.now)
+        monkeypatch.setattr("cluster_ddp.launch.node.heartbeat.time.monotonic_ns", lambda: self.now)
 
     def sleep(self, seconds: float) -> None:
         self.now += int(seconds * SECOND)

@@ -26,7 +26,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]

@@ -21,7 +21,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.lineage import Lineage, Origin
 from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.record import read_record
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import REASONS, read_stop
 
 

@@ -12,7 +12,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]

@@ -11,7 +11,7 @@ from run_builders import begin, begin_dead, slurm_job
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import login_writer
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.report import RunStatus, describe
 
 Say = Callable[..., None]
 

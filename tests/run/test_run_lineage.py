@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_builders import begin_dead
 
-from cluster_ddp.launch.bad_hosts import bad_hosts
+from cluster_ddp.launch.keeper.bad_hosts import bad_hosts
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.lineage import Lineage, Origin, read_lineage, record_origin
 from cluster_ddp.run.liveness import identify
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.storage import Storage
 
 Say = Callable[..., None]

@@ -23,7 +23,7 @@ from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.record import add_slurm_job, read_record, update_record
 from cluster_ddp.run.runs import create_run, find_run, list_runs, runs_dir_of
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.run.storage import open_lines
 
@@ -193,7 +193,7 @@ def test_a_damaged_record_is_said_to_be_so(run: RunDirectory) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys, cluster_ddp.run.status, cluster_ddp.launch.heartbeat, cluster_ddp.cli.status\n"
+        "import sys, cluster_ddp.run.status.report, cluster_ddp.launch.node.heartbeat, cluster_ddp.cli.status\n"
         "print([name for name in ('torch', 'numpy', 'rich', 'submitit', 'wandb') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

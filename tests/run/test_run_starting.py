@@ -11,7 +11,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.condense import conclude as conclude_and_digest
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.slurm.states import SlurmJob
 

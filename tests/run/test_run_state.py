@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from run_builders import begin, begin_dead, hide, job, slurm_job, state_of
 
-from cluster_ddp.run import status
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt, read_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -18,7 +17,8 @@ from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status import report as status
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.slurm.states import SlurmJob
 

@@ -18,8 +18,8 @@ from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import list_runs
-from cluster_ddp.run.state_cache import EndedRun, EndedRuns
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status.cache import EndedRun, EndedRuns
+from cluster_ddp.run.status.report import RunStatus, describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.slurm.states import SlurmJob
 

@@ -13,7 +13,7 @@ from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]
@@ -42,14 +42,14 @@ def test_a_local_run_that_could_not_begin_does_not_wait_for_ever(
 ) -> None:
     now = time.time()
     assert state_of(run) == "PENDING"  # made a moment ago
-    monkeypatch.setattr("cluster_ddp.run.starting.time.time", lambda: now + 100)
+    monkeypatch.setattr("cluster_ddp.run.status.starting.time.time", lambda: now + 100)
     assert state_of(run) == "LOST"
     end_attempt(begin_dead(run))
     say("stopped", 0, step=5, reason="person")
     request_resume(run, by="me")
-    monkeypatch.setattr("cluster_ddp.run.starting.time.time", lambda: now + 10)
+    monkeypatch.setattr("cluster_ddp.run.status.starting.time.time", lambda: now + 10)
     assert state_of(run) == "PENDING"
-    monkeypatch.setattr("cluster_ddp.run.starting.time.time", lambda: now + 200)
+    monkeypatch.setattr("cluster_ddp.run.status.starting.time.time", lambda: now + 200)
     assert state_of(run) == "STOPPED"  # as before: whoever resumed it was refused a folder, or killed
 
 

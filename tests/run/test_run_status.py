@@ -17,7 +17,7 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.slurm.commands import parse_queue
 

@@ -21,7 +21,7 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import read_stop, request_stop
 from cluster_ddp.run.storage import Storage
 

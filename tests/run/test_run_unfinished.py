@@ -12,7 +12,7 @@ from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.unfinished import failed_save, seconds_between_saves
 from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.saving import Saving

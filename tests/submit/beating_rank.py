@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase

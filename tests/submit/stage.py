@@ -23,7 +23,7 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.submit.quote import quote
 from cluster_ddp.submit.script import render_script
 

@@ -15,7 +15,7 @@ from training_job import write_job
 from cluster_ddp.job import JobFileError
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunNotFound
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.submit import RunFailed, RunHandle, submit
 from cluster_ddp.submit.base import SubmitError
 

@@ -26,7 +26,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import list_runs
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.stopfile import PERSON, read_stop
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError
@@ -188,7 +188,7 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(
     status, out, err = finish(call(*arguments, env=variables))
     assert status == 0, err
     first, second = out.splitlines()
-    assert "start_torchrun --nnodes=2 --nproc-per-node=1" in first
+    assert "cluster_ddp.launch.torchrun --nnodes=2 --nproc-per-node=1" in first
     assert "is_host=1" in first
     assert "is_host=0" in second
     assert "CUDA_VISIBLE_DEVICES=0" in err

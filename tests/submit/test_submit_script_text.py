@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stage import Stage
 
 from cluster_ddp.job import JobSpec, load_job, template_names
-from cluster_ddp.launch.job_step import SRUN
+from cluster_ddp.launch.keeper.job_step import SRUN
 from cluster_ddp.network import NetworkError
 from cluster_ddp.submit.quote import UnquotableError, comment, directive, quote, quote_around
 from cluster_ddp.submit.script import ScriptError, check_before_sending, render_script

@@ -16,7 +16,7 @@ from light_agent import LIGHT_AGENT
 from waiting import wait_for
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord, change_sweep
 from cluster_ddp.submit import sweep_here
 from cluster_ddp.submit.sweep_here import Place, SweepHere

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-import cluster_ddp.train.public, cluster_ddp.launch.address, cluster_ddp.launch.node, cluster_ddp.cli.app
+import cluster_ddp.train.public, cluster_ddp.launch.address, cluster_ddp.launch.node.__main__, cluster_ddp.cli.app
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, Task, Trainer, join_run

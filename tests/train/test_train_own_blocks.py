@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import rank_environments, run_ranks, start_program
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.train import TrainError, join_run

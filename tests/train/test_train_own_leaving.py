@@ -15,7 +15,7 @@ from own_loops import begin_attempt, digest, distributed, model_of, new_run, sta
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.run.stopfile import PREEMPTION, SAVE_AND_END
 from cluster_ddp.train import join_run
 from cluster_ddp.train.own import leaving

@@ -16,7 +16,7 @@ import pytest
 from train_ranks import IS_DYNAMO_DEFERRED, rank_environments, start_whole_rank
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
+from cluster_ddp.launch.node.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.phase import Phase

@@ -11,7 +11,7 @@ import torch
 from train_tasks import Plain, attentive, job, new_run, train
 
 from cluster_ddp.run.reading import parse_lines
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.train import StopSignals, trainer
 from cluster_ddp.train.metrics import log
 from cluster_ddp.train.metrics.losses import StepLoss

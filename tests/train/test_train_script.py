@@ -16,7 +16,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.errors import Cause
 from cluster_ddp.job import CheckpointSpec, JobSpec
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.phase import Phase

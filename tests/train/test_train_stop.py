@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from train_ranks import run_ranks
 from train_tasks import Plain, StopAt, attentive, differences, final_state, job, new_run, train
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train import StopConsensus, StopSignals, Trainer

@@ -26,7 +26,7 @@ from zoo_training import Case, Crash, ZooTask, job_of, judge
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.status import describe
+from cluster_ddp.run.status.report import describe
 from cluster_ddp.train import Trainer
 
 

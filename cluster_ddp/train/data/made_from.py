@@ -18,8 +18,8 @@ import torch.utils.data
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.state.kinds import is_plain
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cluster_ddp.errors import Cause
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, RankSlot, stacks_beside
+from cluster_ddp.launch.node.heartbeat import STACKS_SIGNALS, HeartbeatFile, RankSlot, stacks_beside
 from cluster_ddp.launch.processes import die_with_parent, is_alive
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.network import resolve

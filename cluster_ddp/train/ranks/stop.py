@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import existing_signals, handle_here
 from cluster_ddp.run import stopfile
 from cluster_ddp.train.errors import TrainError

@@ -18,8 +18,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from cluster_ddp.train.comm_hooks import states_of_hooks
-from cluster_ddp.train.inner_parts import inner_parts
+from cluster_ddp.train.state.comm_hooks import states_of_hooks
+from cluster_ddp.train.state.inner_parts import inner_parts
 from cluster_ddp.train.state.kinds import is_library, is_of_library
 from cluster_ddp.train.state.only_written import codes_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from cluster_ddp.train.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
+from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
 from cluster_ddp.train.state.kinds import is_library
 from cluster_ddp.train.state.surroundings import variables_around
 

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
-from cluster_ddp.train.inner_parts import CONTAINERS
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same
+from cluster_ddp.train.state.inner_parts import CONTAINERS
 from cluster_ddp.train.state.liveness import is_read_first, own_parts
 from cluster_ddp.train.state.snapshot import LENGTH
 from cluster_ddp.train.state.surroundings import is_of_user

@@ -24,7 +24,11 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.weak import TensorWeakRef
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import (
+from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.state.comparing import Place
+from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
+from cluster_ddp.train.state.inner_parts import (
     CONTAINERS,
     can_be_seen,
     compiled_numbers,
@@ -33,10 +37,6 @@ from cluster_ddp.train.inner_parts import (
     inner_parts,
     length,
 )
-from cluster_ddp.train.randomness import GENERATORS
-from cluster_ddp.train.state.comparing import Place
-from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
 from cluster_ddp.train.state.kinds import (
     SEEN_INTO,
     is_of_library,

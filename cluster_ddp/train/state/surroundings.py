@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cluster_ddp.train.inner_parts import PLAIN, can_be_seen
 from cluster_ddp.train.randomness import GENERATORS, parts_of
+from cluster_ddp.train.state.inner_parts import PLAIN, can_be_seen
 from cluster_ddp.train.state.kinds import is_library
 
 INSTALLED = ("site-packages", "dist-packages")

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.data.made_from import Source, code_of_steps
-from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.ranks.communicating import Communicating
 from cluster_ddp.train.state.attributes import Attributes
@@ -30,6 +29,7 @@ from cluster_ddp.train.state.held import (
     of_tensor,
 )
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
+from cluster_ddp.train.state.inner_parts import inner_parts
 from cluster_ddp.train.state.model import ModelState
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState

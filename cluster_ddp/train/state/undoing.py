@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.randomness import parts_of
+from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.state.surroundings import is_of_user, modules_around
 
 _FAR = 1_000_000  # longer lists and dicts are left alone

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from cluster_ddp.launch.start_torchrun import handle_ignored_signals
-from cluster_ddp.launch.torchrun import trains_a_task
+from cluster_ddp.launch.torchrun import handle_ignored_signals
+from cluster_ddp.launch.torchrun.command import trains_a_task
 
 last = sys.argv.index("--redirects=3")
 given = dict(option.split("=", 1) for option in sys.argv[1 : last + 1])
@@ -34,7 +34,7 @@ common = {
 
 
 def record(**what: object) -> None:
-    """Tell the node program, as `cluster_ddp.launch.exits` does."""
+    """Tell the node program, as `cluster_ddp.launch.torchrun.exits` does."""
     with (logs / "exits.jsonl").open("a") as file:
         file.write(f"{json.dumps({'started': [], 'failed': [], 'left': [], 'ended_by_agent': [], **what})}\n")
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-TORCHRUN = "cluster_ddp.launch.start_torchrun"
+TORCHRUN = "cluster_ddp.launch.torchrun"
 
 if TORCHRUN in sys.orig_argv:
     arguments = sys.orig_argv[sys.orig_argv.index(TORCHRUN) + 1 :]

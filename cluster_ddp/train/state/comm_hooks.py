@@ -1,0 +1,40 @@
+"""Detects a DDP communication hook that keeps state from step to step, as PowerSGD's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.nn.parallel import DistributedDataParallel
+
+from cluster_ddp.train.state.inner_parts import inner_parts
+
+
+def watch_comm_hooks(wrapped: Sequence[DistributedDataParallel], warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn, after the second step or backward pass, of hooks whose state contains an integer that it changes.
+
+    Parameters
+    ----------
+    wrapped
+        The models wrapped in DDP.
+    warn
+        Called with the message.
+    """
+    before = dict(_counts(wrapped))
+    yield
+    if names := sorted(name for name, now in _counts(wrapped) if before.get(name, now) != now):
+        warn(
+            f"DDP sums the gradients with a communication hook that keeps a state ({', '.join(names)}), which no "
+            "checkpoint contains: it starts over after a resume, which is not exact. Exact are hooks without, "
+            "such as bf16_compress_hook, and no hook at all"
+        )
+
+
+def states_of_hooks(model: DistributedDataParallel) -> list[object]:
+    """What the communication hooks of a model may keep something in."""
+    return [state for _, state in model._comm_hooks]
+
+
+def _counts(wrapped: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, dict[str, int]]]:
+    for model in wrapped:
+        for state in states_of_hooks(model):
+            yield type(state).__name__, {name: value for name, value in inner_parts(state) if type(value) is int}
