@@ -3,7 +3,8 @@
 Nothing here imports torch: login nodes, the node program and the ranks all use it.
 
 directory, runs, storage, reading, lock    the run's folder, and how its files are read and written
-record, via, jobs, code, start_failed.sh   which run it is, how it is started, its Slurm jobs, the copy of its code
+record, via, jobs, code                    which run it is, how it is started, its Slurm jobs, the copy of its code
+start_failed.sh, setup_guard.sh            what its batch script calls
 attempt, attempt_record, liveness          its attempts, at most one of them alive
 events, digest, condense, node_log         what happened
 phase, node_outcome, stopfile, run_state   what ranks do, how nodes end, why training stops, where a run stands

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from cluster_ddp.run.storage import Storage
 
 START_FAILED = "start-failed.sh"
+SETUP_GUARD = "setup-guard.sh"
 """The file beside each batch script that says what to do when a start fails before Python runs."""
 _MAX_CANDIDATES_SHOWN = 10
-_START_FAILED_SOURCE = Path(__file__).with_name("start_failed.sh")
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
@@ -82,10 +82,12 @@ def create_run(
 
 
 def keep_script(storage: Storage, script: Path, text: str, *, mode: int) -> None:
-    """Write a batch script, and next to it `start-failed.sh`, which it calls."""
+    """Write a batch script, and next to it what it calls: `start-failed.sh`, and `setup-guard.sh` for launch.setup."""
     from cluster_ddp.run.storage import replace_file
 
-    replace_file(storage, script.with_name(START_FAILED), _START_FAILED_SOURCE.read_bytes(), mode=mode & 0o660)
+    for name in (START_FAILED, *([SETUP_GUARD] if SETUP_GUARD in text else [])):
+        source = Path(__file__).with_name(name.replace("-", "_"))
+        replace_file(storage, script.with_name(name), source.read_bytes(), mode=mode & 0o660)
     replace_file(storage, script, text.encode(), mode=mode)
 
 

@@ -1,10 +1,10 @@
 #!/bin/bash
-# . start-failed.sh RUN_DIRECTORY again|once REASON
+# . start-failed.sh RUN_DIRECTORY again|once REASON [WHAT PYTHON SAID]
 #
-# Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
-# to requeue the job, since nothing else can and a different host may do better. If the job is not requeued, the next job
-# of its chain leaves this host, or waits a while where there is no other. It is bash because Python may not start on
-# this host.
+# Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks
+# Slurm to requeue the job, since nothing else can and a different host may do better. If the job is not requeued, the
+# next job of its chain leaves this host, or waits a while where there is no other. It is bash because Python may not
+# start on this host.
 
 # In the shell of the batch script, functions and variables may be so large that no program starts: without those, this
 # script runs by itself.
@@ -24,6 +24,12 @@ tries=3 preemptions=100
 pause=10minutes # before the next job of a chain starts on a host where a start has failed
 
 run=$1 again=$2 reason=$3
+
+if [[ -n ${4-} ]]; then # the last line says why, before what follows a fatal error of Python
+    words=${4%$'\n\n'Current thread*}
+    words=${words%$'\n'Python runtime state: *initialized}
+    reason+="; ${words##*$'\n'}"
+fi
 
 trap : USR1 USR2 HUP TERM # Slurm's signals must not end this script half-way
 unset SLURM_TIME_FORMAT                # times are compared
@@ -87,16 +93,17 @@ has_others() {
     [[ $kind ]] && ((others >= SLURM_JOB_NUM_NODES))
 }
 
-# Whether Slurm took the nodes from a start, from the reason in its event: that is no fault of the job.
+# Whether Slurm took the nodes from a start, by why it ended it: that is no fault of the job.
 is_taken() {
-    [[ $1 =~ \(Slurm\ (preempted\ the\ job|has\ queued\ the\ job\ again)\) ]]
+    [[ $1 == "preempted the job" || $1 == "has queued the job again" ]]
 }
 
 # How many such starts there were from this restart count on.
 taken_since() {
     local line count=0
     while read -r line; do
-        [[ $line =~ \"restart_count\":\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= $1)) && is_taken "$line" && ((++count))
+        [[ $line =~ \"restart_count\":\ ([0-9]+).*\"by_slurm\":\ \"([^\"]*)\" ]] && ((BASH_REMATCH[1] >= $1)) &&
+            is_taken "${BASH_REMATCH[2]}" && ((++count))
     done < <(cat "$run/events/script-$SLURM_JOB_ID-"*.jsonl 2>/dev/null)
     echo $((count < preemptions ? count : preemptions))
 }
@@ -109,7 +116,7 @@ has_run() {
 # Whether a start of the job failed on this host before, not ended by Slurm. Without a run there is no record of
 # where starts failed, so any earlier one counts.
 has_failed_here() {
-    if has_run; then grep -sqv "$by_slurm" "$said"; else ((${SLURM_RESTART_COUNT:-0} > 0)); fi
+    if has_run; then grep -sq '"by_slurm": ""' "$said"; else ((${SLURM_RESTART_COUNT:-0} > 0)); fi
 }
 
 # Prints what the job, or the next of its chain, is to exclude from now on.
@@ -129,7 +136,6 @@ next_job() {
 
 task=$SLURM_JOB_ID queued=false leave='' shown='' ends='' next='' wait=''
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its sibling tasks
-by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
 
 # The last start of this job in which an attempt began; its starts are counted from 0.
@@ -153,7 +159,7 @@ if [[ $again == again ]]; then
         wait $! # interrupted by a signal
     done
     failed=$((${SLURM_RESTART_COUNT:-0} - begun - $(taken_since $((begun + 1)))))
-    is_taken "$by_slurm$ends)" && ((--failed))
+    is_taken "$ends" && ((--failed))
     if is_queued "$shown"; then
         queued=true
     elif ((failed <= tries)) && [[ $ends || $shown == *JobState=RUNNING* ]]; then
@@ -162,7 +168,7 @@ if [[ $again == again ]]; then
         [[ ! $ends ]] && has_failed_here && has_others && leave=$(with_this_host)
         requeue && queued=true
     fi
-    reason+=${ends:+$by_slurm$ends)}
+    reason+=${ends:+ (Slurm $ends)}
 fi
 
 # Sites may requeue jobs after certain exit statuses (RequeueExit), which would never end.
@@ -183,8 +189,8 @@ words=${reason//\\/\\\\}
 words=${words//\"/\\\"}
 # Without a subshell, which Slurm's SIGTERM would end: it comes as soon as a requeue is accepted
 has_run &&
-    printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-        -1 "$task" "${SLURM_RESTART_COUNT:-0}" \
+    printf '{"time": %(%s)T, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", %s, %s}\n' -1 "$task" \
+        "\"restart_count\": ${SLURM_RESTART_COUNT:-0}, \"by_slurm\": \"$ends\"" \
         "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
         >>"$said"
 

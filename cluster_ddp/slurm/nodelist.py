@@ -1,13 +1,15 @@
 """Slurm's node lists: ``a[1-3,07],b12,rack[1-2]n[01-02]`` and their hosts, in Slurm's order.
 
-``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, but
-needs no Slurm; with ``--first`` only the first. ClusterShell expands the ranges; the list is split here because
-ClusterShell sorts its node sets, and the first host of Slurm's list is the one that runs the rendezvous.
+``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, and
+calls that only for a list that it cannot read; with ``--first`` only the first. ClusterShell expands the ranges; the
+list is split here because ClusterShell sorts its node sets, and the first host of Slurm's list is the one that runs the
+rendezvous.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 
@@ -15,6 +17,8 @@ from cluster_ddp.errors import ClusterDDPError
 
 MAX_HOSTS = 1_000_000
 """More than any cluster has: a range beyond it is an error, and is refused before it fills the memory."""
+
+_SCONTROL_SECONDS = 20.0
 
 _PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<plain>[A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
@@ -101,11 +105,25 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m cluster_ddp.slurm.nodelist [--first] LIST", file=sys.stderr)
         return 2
     try:
-        print(first_host(node_list) if options else "\n".join(expand(node_list)))
-    except NodeListError as error:
-        print(error, file=sys.stderr)
-        return 2
+        hosts = [first_host(node_list)] if options else expand(node_list)
+    except (NodeListError, ImportError) as error:
+        hosts = _hosts_by_scontrol(node_list)[: 1 if options else None]
+        if not hosts:
+            print(error, file=sys.stderr)
+            return 2
+    print("\n".join(hosts))
     return 0
+
+
+def _hosts_by_scontrol(node_list: str) -> list[str]:
+    """Return what scontrol prints, without what a site's wrapper may print before; nothing if it does not answer."""
+    from cluster_ddp.slurm.commands import SlurmError, call_once
+
+    try:
+        printed = call_once(["scontrol", "show", "hostnames", node_list], seconds=_SCONTROL_SECONDS).split()
+    except SlurmError:
+        return []
+    return printed[-int(os.environ.get("SLURM_JOB_NUM_NODES") or len(printed) or 1) :]
 
 
 if __name__ == "__main__":

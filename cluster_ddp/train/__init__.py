@@ -9,6 +9,7 @@ metric_names                      what an evaluation will return, read from its 
 saving, overlap                   when to save, and what may go on meanwhile
 repeated                          steps that a resume repeats, compared with what they were before
 randomness                        seeds, and the generators that objects hold
+whose_code                        the user's, a library's, or ours
 refusals, unsuited_optimizers, errors   what is refused early, and the errors of a rank
 task_rank, script, public         ranks that train a task, scripts that join a run, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile

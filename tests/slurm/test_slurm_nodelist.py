@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster_ddp.slurm import nodelist
 from cluster_ddp.slurm.nodelist import NodeListError, expand, first_host
 
 
@@ -82,6 +83,21 @@ def test_the_hosts_are_those_of_scontrol(items: list[str], tmp_path_factory: pyt
         env={**os.environ, "SLURM_CONF": str(conf)}, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert expand(text) == done.stdout.split()
+
+
+def test_an_scontrol_that_hangs_does_not_hold_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked about what this module cannot read."""
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setattr(nodelist, "_SCONTROL_SECONDS", 0.5)
+    for does, printed in (("sleep 60", ""), ("exit 1", ""), ("echo Welcome to the cluster; echo b; echo a", "b\n")):
+        scontrol.write_text(f"#!/bin/bash\n{does}\n")
+        scontrol.chmod(0o755)
+        assert nodelist.main(["--first", "new{b,a}"]) == (0 if printed else 2)
+        assert capsys.readouterr().out == printed
 
 
 def test_as_a_command() -> None:

@@ -22,8 +22,9 @@ from waiting import wait_for
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
-from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.runs import create_run, keep_script
 from cluster_ddp.run.status.report import describe
+from cluster_ddp.run.storage import Storage
 from cluster_ddp.submit.quote import quote
 from cluster_ddp.submit.script import render_script
 
@@ -163,8 +164,8 @@ class Stage:
     def write(self, **job: Any) -> Path:
         """Render the script of a job."""
         spec = JobSpec.model_validate({"name": "digits", "task": "pkg.mod:Task", **job})
-        script = self.folder / "job.sbatch"
-        script.write_text(render_script(spec, python="python").text)
+        script = self.run / "job.sbatch"
+        keep_script(Storage(), script, render_script(spec, python="python").text, mode=0o700)
         return script
 
     def start(self, script: Path, **variables: str) -> subprocess.Popen[bytes]:

@@ -118,7 +118,7 @@ def test_a_script_that_waits_for_its_keeper_passes_signals_on(stage: Stage) -> N
 )
 def test_a_script_that_fails_after_its_setup_lines_says_why(stage: Stage, line: str, words: str) -> None:
     assert stage.perform(stage.write(launch={"setup": [line]})) == 1
-    assert words in stage.output and "launch.setup: status" not in stage.output
+    assert words in stage.said_by_script() and "launch.setup: status" not in stage.output
 
 
 @pytest.mark.parametrize("shown", ["Reason=TimeLimit", "Reason=None PreemptTime=2026-11-20T11:08:11"])

@@ -18,6 +18,7 @@ from stage import Stage
 from cluster_ddp.job import JobSpec, load_job, template_names
 from cluster_ddp.launch.keeper.job_step import SRUN
 from cluster_ddp.network import NetworkError
+from cluster_ddp.run import runs as runs_module
 from cluster_ddp.submit.quote import UnquotableError, comment, directive, quote, quote_around
 from cluster_ddp.submit.script import ScriptError, check_before_sending, render_script
 
@@ -78,6 +79,12 @@ def test_shellcheck_finds_nothing_in_a_script_that_has_everything(container: dic
         requeue={"signal": "HUP", "warning": 60},
     )
     assert shellcheck(render_script(spec).text) == ""
+
+
+@needs_shellcheck
+@pytest.mark.parametrize("name", ["start_failed.sh", "setup_guard.sh"])
+def test_shellcheck_finds_nothing_in_what_a_script_calls(name: str) -> None:
+    assert shellcheck(Path(runs_module.__file__).with_name(name).read_text()) == ""
 
 
 def test_no_line_is_too_long_to_read() -> None:

@@ -25,6 +25,7 @@ import torch.utils.data as torch_data
 from torch import Tensor, nn
 
 from cluster_ddp.train.state.inner_parts import can_be_seen, inner_parts
+from cluster_ddp.train.whose_code import is_ours
 
 _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, torch_data.DataLoader, str, int, float)
 _Found = TypeVar("_Found")
@@ -142,8 +143,3 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _name_of(key: Any) -> str:
     """The name of a dict key; the repr of a tensor would be slow."""
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
-
-
-def is_ours(value: object) -> bool:
-    """Whether an object is of this package."""
-    return type(value).__module__.partition(".")[0] == _OURS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -29,9 +28,8 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.ranks.process import RankProcess
 from cluster_ddp.train.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
+from cluster_ddp.train.whose_code import is_library_file, is_our_file
 
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), Path(__file__).parents[1]))
-_PACKAGES = {"site-packages", "dist-packages"}
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0
 _NO_MORE_PROCESSES = ("Resource temporarily unavailable", "can't start new thread")
@@ -196,7 +194,7 @@ def _from_program(error: BaseException) -> TracebackType | None:
 
 def _is_of_program(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return not file.startswith(("<", *_LIBRARIES)) and _PACKAGES.isdisjoint(Path(file).parts)
+    return not (file.startswith("<") or is_library_file(file) or is_our_file(file))
 
 
 def _advice(error: BaseException, text: str) -> str | None:

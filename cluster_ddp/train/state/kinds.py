@@ -7,7 +7,6 @@ import concurrent.futures
 import enum
 import functools
 import queue
-import sys
 import threading
 import types
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -24,9 +23,9 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.state.inner_parts import HOLDERS, PLAIN, elements, is_bound, length
+from cluster_ddp.train.whose_code import is_library
 
 _DEPTH, _WIDTH, _FAR = 10, 100, 1_000_000  # of what counts as small
-_LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 # From libraries, but searched anyway: what changes by itself or has numbers of its own, and containers for arbitrary
 # things.
 SEEN_INTO = (
@@ -118,8 +117,3 @@ def is_of_library(value: Any) -> bool:
         return True
     kinds = (value,) if isinstance(value, FunctionType) else type(value).__mro__
     return is_library(kinds[0].__module__) and not any(str(kind.__module__).startswith(_SEARCHED) for kind in kinds)
-
-
-def is_library(module: str | None) -> bool:
-    """Whether a module is a library whose variables no user code changes."""
-    return str(module).partition(".")[0] in _LIBRARIES

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
-from cluster_ddp.train.state.kinds import is_library
 from cluster_ddp.train.state.surroundings import variables_around
+from cluster_ddp.train.whose_code import is_library
 
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
 

@@ -22,8 +22,8 @@ from cluster_ddp.train.state.comparing import is_same
 from cluster_ddp.train.state.inner_parts import CONTAINERS
 from cluster_ddp.train.state.liveness import is_read_first, own_parts
 from cluster_ddp.train.state.snapshot import LENGTH
-from cluster_ddp.train.state.surroundings import is_of_user
 from cluster_ddp.train.state.syntax import SCOPES
+from cluster_ddp.train.whose_code import is_of_user
 
 _CONTAINERS = (dict, collections.OrderedDict, list)
 _FILLING = {"append", "clear", "__setitem__"}  # methods that read nothing

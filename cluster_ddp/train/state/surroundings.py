@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,9 +13,8 @@ import torch
 
 from cluster_ddp.train.randomness import GENERATORS, parts_of
 from cluster_ddp.train.state.inner_parts import PLAIN, can_be_seen
-from cluster_ddp.train.state.kinds import is_library
+from cluster_ddp.train.whose_code import is_of_user
 
-INSTALLED = ("site-packages", "dist-packages")
 _DEPTH = 5  # how deep variables are searched for generators
 
 
@@ -89,30 +86,6 @@ def _itself(value: object) -> tuple[Any, ...]:
 
 def _module_of(kind: object) -> str:
     return kind.__name__ if isinstance(kind, ModuleType) else str(kind.__module__)
-
-
-def is_of_user(name: str) -> bool:
-    """Whether a module is imported and the user's own, not installed."""
-    module = sys.modules.get(name)
-    if module is None or is_library(name):
-        return False
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return True
-    return not _is_installed(file, name.count(".") + 1 + hasattr(module, "__path__"))
-
-
-@functools.cache
-def _is_installed(file: str, depth: int) -> bool:
-    """Whether a file lies so deep in a folder of installed packages."""
-    *_, folder = Path(file).parents[:depth]
-    return _has_installed(folder)
-
-
-@functools.cache
-def _has_installed(folder: Path) -> bool:
-    """Whether pip has installed packages there: into site-packages, or by ``--target``."""
-    return folder.name in INSTALLED or any(folder.glob("*.dist-info"))
 
 
 def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
-from cluster_ddp.train.state.surroundings import is_of_user, modules_around
+from cluster_ddp.train.state.surroundings import modules_around
+from cluster_ddp.train.whose_code import is_of_user
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
 _DEPTH = 3  # how deep in a new value a model is looked for

@@ -7,19 +7,16 @@ import contextlib
 import functools
 import inspect
 import linecache
-import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from cluster_ddp.train.own.program import once, running_frames, variables_of
-from cluster_ddp.train.state.surroundings import INSTALLED, is_of_user
 from cluster_ddp.train.state.syntax import FUNCTIONS, SCOPES
+from cluster_ddp.train.whose_code import is_library_file, is_own_class
 
 _Found = TypeVar("_Found")
-_STANDARD = sysconfig.get_path("stdlib")
 
 
 class Text(NamedTuple):
@@ -97,16 +94,6 @@ def tree_of_object(value: Any) -> ast.Module:
         return ast.parse(textwrap.dedent(inspect.getsource(value)))
     except Exception:
         return ast.Module([], [])
-
-
-def is_library_file(file: str) -> bool:
-    """Whether a file of source is of Python itself or installed, for this environment or another, as for a user."""
-    return file.startswith(_STANDARD) or not set(INSTALLED).isdisjoint(PurePath(file).parts)
-
-
-def is_own_class(kind: type) -> bool:
-    """Whether a class is the program's, and not one of a library or of this package."""
-    return is_of_user(kind.__module__)
 
 
 def is_early_stopper(value: Any) -> bool:

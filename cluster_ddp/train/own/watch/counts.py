@@ -24,7 +24,6 @@ from cluster_ddp.train.own.watch.bodies import (
     Text,
     in_running,
     is_early_stopper,
-    is_library_file,
     tree_of_object,
     value_of,
     with_parents,
@@ -49,6 +48,7 @@ from cluster_ddp.train.state.syntax import (
     nodes_around,
     statement_of,
 )
+from cluster_ddp.train.whose_code import is_library_file
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")

@@ -21,7 +21,6 @@ from cluster_ddp.train.own.program import (
 from cluster_ddp.train.own.values import is_number
 from cluster_ddp.train.own.watch.bodies import (
     is_early_stopper,
-    is_own_class,
     program_files,
     read_once,
     source_of,
@@ -41,6 +40,7 @@ from cluster_ddp.train.state.syntax import (
     is_of_clock,
     name_of,
 )
+from cluster_ddp.train.whose_code import is_own_class
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _NAMES = re.compile(r"\w+")

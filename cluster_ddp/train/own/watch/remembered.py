@@ -11,15 +11,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.own.program import is_ours
-from cluster_ddp.train.own.watch.bodies import (
-    Text,
-    in_running,
-    is_library_file,
-    tree_of_object,
-    value_or_none,
-    with_parents,
-)
+from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object, value_or_none, with_parents
 from cluster_ddp.train.own.watch.matters import feeding_loss, sets_rate_of_optimizer
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
@@ -37,6 +29,7 @@ from cluster_ddp.train.state.syntax import (
     statement_of,
     taken_from,
 )
+from cluster_ddp.train.whose_code import is_library_file, is_ours
 
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
 _WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
