@@ -35,6 +35,7 @@ from cluster_ddp.train.refusals import (
 )
 from cluster_ddp.train.state.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.state.stateful import Stateful, copied
+from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.state.undoing import numbers_undone
 from cluster_ddp.train.step import run_backward
 
@@ -157,7 +158,7 @@ def settle_buckets(
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copied(also.state_dict()) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
-    for held in parts_of(also):
+    for held in parts_of(also, *variables_around([also]).values()):
         settle_layout(held, dist.get_world_size())
     comm_hooks = watch_comm_hooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets

@@ -44,6 +44,16 @@ class Skipping(Stream):
             yield self.inputs[index] + torch.randn(12) * 0.1, self.labels[index]
 
 
+class Filtering(Skipping):
+    """Leaves out some items, which its `skip()` counts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.begin = self.begin, 0
+        for index in range(begin, 60):
+            if index % 9 != 7:
+                yield self.inputs[index % 50] + torch.randn(12) * 0.1, self.labels[index % 50]
+
+
 class Streaming(Plain):
     def __init__(self, data: type[IterableDataset[Any]]) -> None:
         self.data = data
@@ -64,6 +74,15 @@ def test_an_iterable_set_is_resumed_in_the_middle_of_a_pass(tmp_path: Path) -> N
         again = job(**{**sections, "train": {**sections["train"], "workers": workers}})
         part, _ = train(Streaming(data), again, broken, attempt=1)
         assert differences(final_state(whole), final_state(part)) == []
+
+
+def test_a_skip_that_counts_other_items_is_not_used(tmp_path: Path) -> None:
+    sections = {"train": {"steps": 4, "global_batch": 12}}
+    whole, _ = train(Streaming(Filtering), job(**sections), new_run(tmp_path / "calm", **sections))
+    broken = new_run(tmp_path / "broken", **sections)
+    train(Streaming(Filtering), job(**sections), broken, stop_at=2)
+    part, _ = train(Streaming(Filtering), job(**sections), broken, attempt=1)
+    assert differences(final_state(whole), final_state(part)) == []
 
 
 def _offsets(lines: str) -> list[int]:

@@ -142,6 +142,8 @@ class Communicating(Plain):
         self.table.copy_(state["table"])
         if self.which == "load_state_dict()":
             dist.all_reduce(torch.zeros(1))
+        if self.which == "load_state_dict(), in DDP":
+            DistributedDataParallel(nn.Linear(1, 1))
 
 
 def whole_and_resumed(folder: Path, which: str) -> list[str]:
@@ -167,6 +169,7 @@ def whole_and_resumed(folder: Path, which: str) -> list[str]:
         "state_dict(), later",
         "state_dict(), in a group",
         "load_state_dict()",
+        "load_state_dict(), in DDP",
         "get_extra_state()",
     ],
 )

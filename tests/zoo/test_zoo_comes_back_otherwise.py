@@ -46,6 +46,21 @@ class AveragesInHalf(Averages):
         self.average = {name: weight.float() for name, weight in state["average"].items()}
 
 
+class AveragesInPlace(AveragesInHalf):
+    """The same, copied back into the tensors, which the task has from the start."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        super().model()
+
+    def model(self) -> nn.Module:
+        return ZooTask.model(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, weight in self.average.items():
+            weight.copy_(state["average"][name])
+
+
 class AveragesStale(Averages):
     """Saves what it was at first."""
 
@@ -56,7 +71,7 @@ class AveragesStale(Averages):
         self.average = state["average"]
 
 
-@pytest.mark.parametrize("kind", [Averages, AveragesInHalf, AveragesStale])
+@pytest.mark.parametrize("kind", [Averages, AveragesInHalf, AveragesInPlace, AveragesStale])
 def test_an_average_that_would_not_come_back_is_told(
     kind: type[ZooTask], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

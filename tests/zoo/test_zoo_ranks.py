@@ -32,12 +32,19 @@ def test_cases_are_exact_on_several_ranks(world_size: int, crashes: tuple[int, .
         assert dict(zip(map(str, cases), verdicts, strict=True)) == {str(case): "exact" for case in cases}
 
 
+CRITICS: list[DistributedDataParallel] = []
+
+
 class WithCritic(ZooTask):
-    """Has another network in DDP, which is trained from the fifth step on."""
+    """Has another network in DDP, in a variable of the module, which is trained from the fifth step on."""
+
+    @property
+    def critic(self) -> DistributedDataParallel:
+        return CRITICS[-1]
 
     def model(self) -> nn.Module:
         layers = nn.Linear(FEATURES, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 1)
-        self.critic = DistributedDataParallel(nn.Sequential(*layers))
+        CRITICS[:] = [DistributedDataParallel(nn.Sequential(*layers))]
         self.its_optimizer = torch.optim.Adam(self.critic.parameters(), 0.01)
         self.steps = 0
         return super().model()

@@ -30,6 +30,7 @@ from cluster_ddp.train.state.surroundings import generators_around
 Place = tuple[int, int]  # the epoch, and the number of its items used so far
 
 _TRIED = 3
+_SKIPPED = 32  # how many items skip() is tried with at most
 
 
 class Remaining(IterableDataset[Any]):
@@ -206,15 +207,14 @@ class Reader:
 
     def _pass(self, epoch: int, taken: int) -> Iterator[Any]:
         """The items of an epoch from a place on; earlier ones are skipped if that is equivalent, else read."""
-        if not taken or self._skips(epoch):
+        if not taken or self._skips(epoch, min(taken, _SKIPPED)):
             return self._seeded(epoch, taken)
         return islice(self._seeded(epoch, 0), taken, None)
 
-    def _skips(self, epoch: int) -> bool:
+    def _skips(self, epoch: int, items: int) -> bool:
         if getattr(self._data, "skip", None) is None:
             return False
-        read = self._fingerprints(epoch, 0, _TRIED)
-        if len(read) == _TRIED and read[-1:] == self._fingerprints(epoch, _TRIED - 1, 1):
+        if self._fingerprints(epoch, 0, items + 1)[items:] == self._fingerprints(epoch, items, 1):
             return True
         say(
             f"cluster_ddp: {type(self._data).__name__}.skip() does not continue with the items that reading would "

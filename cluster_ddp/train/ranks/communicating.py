@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.train.errors import TaskError
 
@@ -63,42 +64,33 @@ class Alone:
         self.has_tried = False
         self._message = message
         self._thread = threading.get_ident()
-        self._kept: dict[str, Any] = {}
-        self._new_group: Callable[..., Any] | None = None
+        self._kept: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Alone:
         if dist.is_initialized():
             # torch has no hook for it. Every function of torch.distributed ends in one of these methods.
-            methods = vars(dist.ProcessGroup).items()
-            self._kept = {name: own for name, own in methods if name.lstrip("_").startswith(_COLLECTIVES)}
-            for name in self._kept:
-                setattr(dist.ProcessGroup, name, self._instead(name))
-            self._new_group = getattr(dist.distributed_c10d, _NEW_GROUP, None)  # which waits for all ranks, too
-            if self._new_group is not None:
-                setattr(dist.distributed_c10d, _NEW_GROUP, self._refuse_group)
+            for name, own in list(vars(dist.ProcessGroup).items()):
+                if name.lstrip("_").startswith(_COLLECTIVES):
+                    self._refuse(dist.ProcessGroup, name, own, dist.ProcessGroup.size)
+            # These wait for all ranks, too, in compiled code.
+            for place, name in (dist.distributed_c10d, _NEW_GROUP), (DistributedDataParallel, "__init__"):
+                if (own := getattr(place, name, None)) is not None:
+                    self._refuse(place, name, own, lambda *_: dist.get_world_size())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, own in self._kept.items():
-            setattr(dist.ProcessGroup, name, own)
-        if self._new_group is not None:
-            setattr(dist.distributed_c10d, _NEW_GROUP, self._new_group)
+        for place, name, own in self._kept:
+            setattr(place, name, own)
 
-    def _refuse_group(self, *arguments: Any, **named: Any) -> Any:
-        if threading.get_ident() == self._thread and dist.get_world_size() > 1:
-            self.has_tried = True
-            raise TaskError(self._message)
-        assert self._new_group is not None
-        return self._new_group(*arguments, **named)
-
-    def _instead(self, name: str) -> Any:
-        def collective(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
-            if threading.get_ident() == self._thread and group.size() > 1:
+    def _refuse(self, place: Any, name: str, own: Any, ranks: Callable[[Any], int]) -> None:
+        def collective(first: Any, *arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() == self._thread and ranks(first) > 1:
                 self.has_tried = True
                 raise TaskError(self._message)
-            return self._kept[name].__get__(group)(*arguments, **named)
+            return own(first, *arguments, **named)
 
-        return collective
+        self._kept.append((place, name, own))
+        setattr(place, name, collective)
 
 
 def _collectives() -> int:
