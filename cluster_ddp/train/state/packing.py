@@ -122,7 +122,7 @@ def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
         return False
     if kind == "tensor":
         shape = shapes.get(content) if type(content) is str else None
-        return shape is not None and ("strides" not in value or _are_strides(value["strides"], shape))
+        return shape is not None and ("strides" not in value or are_strides(value["strides"], shape))
     if kind == "dtype":
         return type(content) is str
     if kind == "deque":
@@ -163,7 +163,8 @@ def sets_out_of_order(value: Any, name: str) -> Iterator[str]:
                 yield from sets_out_of_order(part, f"{name}.{number}")
 
 
-def _are_strides(strides: Any, shape: Sequence[int]) -> bool:
+def are_strides(strides: Any, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape may have these strides."""
     return (
         isinstance(strides, list)
         and len(strides) == len(shape)
@@ -220,10 +221,11 @@ class Unpacker:
         )
 
     def _tensor(self, tensor: Tensor, packed: Mapping[str, Any]) -> Any:
+        where = self._device if packed.get("device") else tensor.device
+        tensor = self.laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
         if "numpy" in packed:
             return tensor.numpy() if packed["numpy"] == "array" else tensor.numpy()[()]
-        where = self._device if packed.get("device") else tensor.device
-        return self.laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
+        return tensor
 
     def laid_out(self, tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
         """The same values with these strides on this device; the tensor itself if it already has them.
