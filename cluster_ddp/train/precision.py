@@ -95,4 +95,4 @@ def run_scripts_as_they_are() -> None:
 
     Torch rewrites them after the first ones, which changes the last bits: the first step after a resume would differ.
     """
-    _FOR_GOOD.enter_context(torch.jit.optimized_execution(False))
+    _FOR_GOOD.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]

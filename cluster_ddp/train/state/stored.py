@@ -34,8 +34,10 @@ def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor
     # Not written by older versions.
     others: dict[str, _Check] = {
         "requires_grad": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
-        "strides": lambda value: isinstance(value, dict)
-        and all(name in shapes and are_strides(strides, shapes[name]) for name, strides in value.items()),
+        "strides": lambda value: (
+            isinstance(value, dict)
+            and all(name in shapes and are_strides(strides, shapes[name]) for name, strides in value.items())
+        ),
         "evaluating": lambda value: _is_list_of(value, lambda name: type(name) is str),
         "modes_of_task": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
         "extra_state": packed_dict,
