@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.train.errors import TaskError
 
@@ -65,6 +66,7 @@ class Alone:
         self._thread = threading.get_ident()
         self._kept: dict[str, Any] = {}
         self._new_group: Callable[..., Any] | None = None
+        self._wrap: Callable[..., None] | None = None
 
     def __enter__(self) -> Alone:
         if dist.is_initialized():
@@ -76,6 +78,8 @@ class Alone:
             self._new_group = getattr(dist.distributed_c10d, _NEW_GROUP, None)  # which waits for all ranks, too
             if self._new_group is not None:
                 setattr(dist.distributed_c10d, _NEW_GROUP, self._refuse_group)
+            self._wrap = DistributedDataParallel.__init__  # whose collectives are compiled
+            DistributedDataParallel.__init__ = self._instead_of_wrapping()  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,22 +87,33 @@ class Alone:
             setattr(dist.ProcessGroup, name, own)
         if self._new_group is not None:
             setattr(dist.distributed_c10d, _NEW_GROUP, self._new_group)
+        if self._wrap is not None:
+            DistributedDataParallel.__init__ = self._wrap  # type: ignore[method-assign]
 
     def _refuse_group(self, *arguments: Any, **named: Any) -> Any:
-        if threading.get_ident() == self._thread and dist.get_world_size() > 1:
-            self.has_tried = True
-            raise TaskError(self._message)
+        self._refuse_unless(dist.get_world_size() == 1)
         assert self._new_group is not None
         return self._new_group(*arguments, **named)
 
+    def _instead_of_wrapping(self) -> Any:
+        def wrap(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+            self._refuse_unless(dist.get_world_size() == 1)
+            assert self._wrap is not None
+            self._wrap(model, *arguments, **named)
+
+        return wrap
+
     def _instead(self, name: str) -> Any:
         def collective(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
-            if threading.get_ident() == self._thread and group.size() > 1:
-                self.has_tried = True
-                raise TaskError(self._message)
+            self._refuse_unless(group.size() == 1)
             return self._kept[name].__get__(group)(*arguments, **named)
 
         return collective
+
+    def _refuse_unless(self, is_single: bool) -> None:
+        if not is_single and threading.get_ident() == self._thread:
+            self.has_tried = True
+            raise TaskError(self._message)
 
 
 def _collectives() -> int:
