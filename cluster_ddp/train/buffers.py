@@ -46,7 +46,7 @@ class Buffers:
         if (places := _places_of(found)) != self._places:
             self._kept, self._places = found, places
             self._held = [buffer.detach() for buffer in found if buffer is not None]
-            self._live = [_written_once(buffer) for buffer in self._held]
+            self._live = [written_once(buffer) for buffer in self._held]
             self._copies = [buffer.clone() for buffer in self._live]
         else:
             torch._foreach_copy_(self._copies, self._live)
@@ -90,7 +90,7 @@ def _places_of(buffers: list[Tensor | None]) -> list[tuple[int, int] | None]:
     return [None if buffer is None else (id(buffer), buffer.data_ptr()) for buffer in buffers]
 
 
-def _written_once(buffer: Tensor) -> Tensor:
+def written_once(buffer: Tensor) -> Tensor:
     """A view in which every element has its own memory and can be written, unlike in an expanded buffer."""
     for dimension, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dimension] > 1:

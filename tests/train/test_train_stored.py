@@ -59,12 +59,14 @@ def test_scalars_of_another_kind_make_a_checkpoint_damaged(scalar: str, value: A
     assert damaged["step"] == 6 and scalar in damaged["problems"][0]
 
 
-def test_an_array_lies_in_memory_as_before() -> None:
+@pytest.mark.parametrize("value", [np.asfortranarray([[1.0, 2], [3, 4], [5, 6]]), torch.ones(3, 1).expand(3, 2)])
+def test_a_value_lies_in_memory_as_before(value: Any) -> None:
     """Sums of it would otherwise have other last bits."""
     tensors = dict[str, torch.Tensor]()
-    packed = Packer(tensors).pack([np.asfortranarray([[1.0, 2], [3, 4], [5, 6]])], "")
-    (array,) = Unpacker(torch.device("cpu")).unpack(packed, lambda name: tensors[name].contiguous())
-    assert array.flags.f_contiguous and array.tolist() == [[1, 2], [3, 4], [5, 6]]
+    packed = Packer(tensors).pack([value], "")
+    (again,) = Unpacker(torch.device("cpu")).unpack(packed, lambda name: tensors[name].contiguous())
+    before, after = (torch.as_tensor(each) for each in (value, again))
+    assert after.stride() == before.stride() and torch.equal(before, after)
 
 
 def fresh(*, stepped: bool = False) -> State:

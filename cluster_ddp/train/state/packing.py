@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.plan import memory_of
+from cluster_ddp.train.buffers import written_once
 from cluster_ddp.train.errors import TaskError
 
 _MARK = "!"
@@ -237,7 +238,9 @@ class Unpacker:
         asked = (memory_of(tensor) or id(tensor), strides, device)
         if asked not in self._done:
             made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-            self._done[asked] = tensor, made.copy_(tensor)  # kept alive, so that no other tensor reuses its address
+            once = written_once(made)
+            once.copy_(tensor[tuple(map(slice, once.shape))])
+            self._done[asked] = tensor, made  # kept alive, so that no other tensor reuses its address
         return self._done[asked][1]
 
 
