@@ -81,6 +81,7 @@ def node_environment(
         Setting("PET_SHUTDOWN_TIMEOUT", str(grace), "ranks that the agent ends have time to save"),
         Setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace), "the same, where torchrun has no such option"),
         Setting("PYTHONHASHSEED", "0", "a set of strings has one order, on all ranks and after a resume"),
+        Setting("MKL_CBWR", "AUTO", "products do not depend on where in memory a tensor lies, as after a resume"),
         _threads(procs, beside=busy_beside(spec, on_gpus=spec.slurm.gpu_count > 0)),
     ]
     if gloo_interface is not None:

@@ -19,6 +19,8 @@ class Buffers:
         self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
         self._first = [(slot, name) for slot, name in self._slots if slot[name] is not None]
         self._kept: list[Tensor | None] = []
+        self._places: list[tuple[int, int] | None] = []
+        self._held: list[Tensor] = []  # their memory: a program may give them another by ``.data``
         self._live: list[Tensor] = []
         self._copies: list[Tensor] = []
 
@@ -41,9 +43,10 @@ class Buffers:
         if not self._slots:
             return
         found = self._find()
-        if len(found) != len(self._kept) or any(new is not old for new, old in zip(found, self._kept, strict=True)):
-            self._kept = found
-            self._live = [_written_once(buffer.detach()) for buffer in found if buffer is not None]
+        if (places := _places_of(found)) != self._places:
+            self._kept, self._places = found, places
+            self._held = [buffer.detach() for buffer in found if buffer is not None]
+            self._live = [written_once(buffer) for buffer in self._held]
             self._copies = [buffer.clone() for buffer in self._live]
         else:
             torch._foreach_copy_(self._copies, self._live)
@@ -52,12 +55,16 @@ class Buffers:
         """Call after the update with the result of `Update.step`; the host does not wait for a result on the device."""
         if was_skipped is False or not self._slots:
             return
-        replaced = any(new is not old for new, old in zip(self._find(), self._kept, strict=True))
+        replaced = _places_of(self._find()) != self._places
         if isinstance(was_skipped, Tensor) and not replaced:
             self._select(was_skipped.reshape(()) != 0)
         elif bool(was_skipped):
             for (slot, name), kept in zip(self._slots, self._kept, strict=True):
                 slot[name] = kept
+            if replaced:
+                kept_buffers = (buffer for buffer in self._kept if buffer is not None)
+                for buffer, held in zip(kept_buffers, self._held, strict=True):
+                    buffer.data = held
             torch._foreach_copy_(self._live, self._copies)
 
     def _find(self) -> list[Tensor | None]:
@@ -78,7 +85,12 @@ class Buffers:
             torch._foreach_add_(lives, change)
 
 
-def _written_once(buffer: Tensor) -> Tensor:
+def _places_of(buffers: list[Tensor | None]) -> list[tuple[int, int] | None]:
+    """What differs once a buffer is another tensor, or has other memory."""
+    return [None if buffer is None else (id(buffer), buffer.data_ptr()) for buffer in buffers]
+
+
+def written_once(buffer: Tensor) -> Tensor:
     """A view in which every element has its own memory and can be written, unlike in an expanded buffer."""
     for dimension, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dimension] > 1:

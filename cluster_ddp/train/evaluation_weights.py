@@ -72,8 +72,8 @@ class EvaluationWeights:
     def __init__(self, model: nn.Module, optimizer: Switching) -> None:
         held = parameters_of(optimizer)
         self._optimizer = optimizer
-        self._weights = [weight.detach() for weight in held]
-        self._evaluated = [weight.clone() for weight in self._weights]
+        self._weights = held  # not detached: their data may be replaced
+        self._evaluated = [weight.detach().clone() for weight in held]
         places = {id(weight): place for place, weight in enumerate(held)}
         named = model.state_dict(keep_vars=True).items()
         self._named = {name: self._evaluated[places[id(weight)]] for name, weight in named if id(weight) in places}
@@ -81,7 +81,7 @@ class EvaluationWeights:
     def refresh(self) -> None:
         """Copy the current evaluation weights; nothing else may be reading the parameters."""
         with weights_to_evaluate(self._optimizer):
-            torch._foreach_copy_(self._evaluated, self._weights)
+            torch._foreach_copy_(self._evaluated, [weight.detach() for weight in self._weights])
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights as of the last `refresh`, by their names in the model."""

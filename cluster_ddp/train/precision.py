@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TrainError
 
 _NOTHING = nullcontext()
+_FOR_GOOD = ExitStack()  # what is entered by it is never left
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -73,6 +74,7 @@ def set_backends(train: TrainSpec, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+        run_scripts_as_they_are()
     elif device.type == "cpu":
         keep_order_of_sums()
 
@@ -85,3 +87,12 @@ def keep_order_of_sums() -> None:
     if not torch.are_deterministic_algorithms_enabled():
         torch.set_deterministic_debug_mode("warn")  # the same without importing torch's compiler, which takes a second
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # changes no result
+    run_scripts_as_they_are()
+
+
+def run_scripts_as_they_are() -> None:
+    """Have functions of `torch.jit.script` give the same gradients in each call.
+
+    Torch rewrites them after the first ones, which changes the last bits: the first step after a resume would differ.
+    """
+    _FOR_GOOD.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]

@@ -72,6 +72,18 @@ def test_a_set_of_strings_has_one_order_in_every_process(tmp_path: Path) -> None
     assert len({process.stdout for process in processes}) == 1
 
 
+def test_a_product_does_not_depend_on_where_its_factors_lie(tmp_path: Path) -> None:
+    """What is a part of another tensor comes back from a checkpoint as a tensor of its own, which lies elsewhere."""
+    program = """if True:
+        import torch
+        torch.manual_seed(0)
+        aligned, others = torch.randn(3, 257), torch.randn(5, 257).T
+        not_aligned = torch.empty(3 * 257 + 1)[1:].view(3, 257).copy_(aligned)
+        assert torch.equal(aligned @ others, not_aligned @ others)
+    """
+    subprocess.run([sys.executable, "-c", program], env=made(tmp_path, **os.environ).variables, check=True)
+
+
 def test_what_is_exported_beats_defaults_and_yields_to_the_job_and_both_are_reported(tmp_path: Path) -> None:
     found = made(tmp_path, OMP_NUM_THREADS="7", NCCL_DEBUG="INFO", NCCL_ALGO="Tree")
     assert [found.variables[name] for name in ("OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_ALGO")] == ["7", "INFO", "Ring"]

@@ -21,6 +21,7 @@ from train_tasks import Everything, Plain, differences, final_state, job, losses
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.metrics.losses import StepLoss, TotalLosses
+from cluster_ddp.train.precision import set_backends
 from cluster_ddp.train.randomness import StepSeeds, seed_host
 
 STEPS = 20
@@ -111,6 +112,20 @@ def grouped_losses(number: int) -> tuple[list[float], list[float]]:
     for loss in losses:
         loss.add(chance.random(), 1 / 3)
     return TotalLosses(losses).read(), [TotalLosses([loss]).read()[0] for loss in losses]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_function_has_the_same_gradients_in_each_call() -> None:
+    """Torch would optimize it after the first: in an attempt that resumes, that is another step."""
+
+    def swish(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sigmoid()
+
+    scripted = torch.jit.script(swish)
+    set_backends(job().train, torch.device("cpu"))
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    first, second = (torch.autograd.grad(scripted(values).sum(), values)[0] for _ in "12")
+    assert torch.equal(first, second)
 
 
 def test_a_loss_is_the_same_to_the_last_bit_whatever_it_is_exchanged_with() -> None:

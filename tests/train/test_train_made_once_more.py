@@ -213,7 +213,14 @@ class MakesGroup(Communicating):
         dist.new_group()
 
 
-@pytest.mark.parametrize("kind", [Communicating, MakesGroup])
+class Wraps(Communicating):
+    """Puts a network into DDP in prepare()."""
+
+    def prepare(self) -> None:
+        DistributedDataParallel(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", [Communicating, MakesGroup, Wraps])
 def test_a_barrier_in_prepare_is_refused(kind: type[Communicating], tmp_path: Path) -> None:
     first, _ = run_ranks(failure_of, 2, tmp_path, partial(kind, "prepare()"))
     assert first.startswith("TaskError: prepare() communicates between the ranks, but only one rank of each node")

@@ -101,6 +101,21 @@ def test_buffers_are_put_back_bit_by_bit_by_an_answer_on_the_device() -> None:
     assert model.none is None
 
 
+def test_buffers_that_have_been_given_other_memory_are_put_back() -> None:
+    model = nn.BatchNorm1d(3)
+    buffers = Buffers(model)
+    buffers.keep()
+    mean = model.running_mean
+    mean.data = torch.ones(3)
+    for is_replaced in (False, True):
+        buffers.keep()
+        if is_replaced:
+            mean.data = torch.zeros(3)
+        mean.add_(1)
+        buffers.put_back(True)
+        assert mean.tolist() == [1, 1, 1]
+
+
 def sent() -> list[float]:
     """What a rank has in a buffer that it has replaced, in one it was built with, and in one that was None at first."""
     model = nn.Module()

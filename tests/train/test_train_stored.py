@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.run.events import read_events
+from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import State
 
@@ -39,6 +41,7 @@ SECTIONS: dict[str, Any] = {"train": {"steps": 6, "global_batch": 24}, "checkpoi
         ("optimizer_groups", [3]),
         ("optimizer_state", {"0.weight": {"!": "tensor", "of": "no such"}}),
         ("evaluating", 7),
+        ("strides", {"model.0.weight": [1]}),
         ("optimizer_attributes", {"self": {"calls": {"!": "tensor", "of": "model.0.weight"}}}),
     ],
 )
@@ -54,6 +57,16 @@ def test_scalars_of_another_kind_make_a_checkpoint_damaged(scalar: str, value: A
     assert outcome.completed and differences(final_state(calm), final_state(resumed)) == []
     (damaged,) = (event for event in read_events(run) if event["event"] == "checkpoint-damaged")
     assert damaged["step"] == 6 and scalar in damaged["problems"][0]
+
+
+@pytest.mark.parametrize("value", [np.asfortranarray([[1.0, 2], [3, 4], [5, 6]]), torch.ones(3, 1).expand(3, 2)])
+def test_a_value_lies_in_memory_as_before(value: Any) -> None:
+    """Sums of it would otherwise have other last bits."""
+    tensors = dict[str, torch.Tensor]()
+    packed = Packer(tensors).pack([value], "")
+    (again,) = Unpacker(torch.device("cpu")).unpack(packed, lambda name: tensors[name].contiguous())
+    before, after = (torch.as_tensor(each) for each in (value, again))
+    assert after.stride() == before.stride() and torch.equal(before, after)
 
 
 def fresh(*, stepped: bool = False) -> State:

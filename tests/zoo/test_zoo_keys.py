@@ -47,3 +47,26 @@ class CountsLate(CountsByNumber):
 def test_numbers_as_keys_beside_the_same_as_strings_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(train={"steps": 5, "ema_decay": None}), tmp_path, CountsLate, crashes=(4,))
     assert "task.seen, which no checkpoint contains" in capfd.readouterr().err
+
+
+class TakesTurns(ZooTask):
+    """Takes its weights in turn, and begins with the first one again when it has loaded them."""
+
+    def model(self) -> nn.Module:
+        self.weights = {"a": 1.0, "b": 2.0, "c": 3.0}
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        key, weight = next(iter(self.weights.items()))
+        self.weights[key] = self.weights.pop(key)
+        return super().loss(model, batch) * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights.update(state["weights"])
+
+
+def test_the_order_of_a_dict_in_the_state_has_to_come_back(tmp_path: Path) -> None:
+    assert 'comes back as {"weights": {"a": ' in str(judge(Case(), tmp_path, TakesTurns))

@@ -125,6 +125,26 @@ class Clamps(nn.Module):
         return self.layers(inputs)
 
 
+class Turns(nn.Module):
+    """Replaces buffers, and the data of a weight, by what lies in memory column by column, as eigenvectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        for name, is_saved in (("covariance", True), ("saved", True), ("omitted", False)):
+            self.register_buffer(name, torch.eye(FEATURES), persistent=is_saved)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            weight = self.layers[0].weight
+            with torch.no_grad():
+                self.covariance.lerp_(inputs.T @ inputs, 0.1)
+                self.saved = torch.linalg.eigh(self.covariance)[1]
+                self.omitted = self.saved - self.saved.mean()
+                weight.data = weight.data.T.contiguous().T
+        return self.layers(inputs @ self.saved @ self.omitted / self.omitted.std())
+
+
 def _local_class(function: Callable[[Tensor], Tensor]) -> nn.Module:
     class Applies(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -287,6 +307,7 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "a generator of its own": Draws,
     "generators in functions and slots": DrawsSomehow,
     "parameter.data replaced": Clamps,
+    "other strides in training": Turns,
     "float8 parameter, frozen": partial(InFewBits, torch.float8_e4m3fn, trained=False),
     "quantization-aware, per tensor": partial(_quantization_aware, "qnnpack"),
     "quantization-aware, per channel, after a batch in model()": partial(_quantization_aware, "fbgemm", batch=True),

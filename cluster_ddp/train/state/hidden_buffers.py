@@ -69,12 +69,12 @@ class HiddenBuffers:
         return self._tables[name][1]
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Put back what `changed` returned; tensors of another shape go to this device."""
+        """Put back what `changed` returned; tensors of another form go to this device."""
         modules = dict(self._modules)
         for name, tensor in tensors.items():
             prefix, _, key = name.rpartition(".")
             there = getattr(modules[prefix], key, None)
-            if isinstance(there, Tensor) and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
+            if isinstance(there, Tensor) and _form_of(there) == _form_of(tensor):
                 there.detach().copy_(tensor)
             elif name in self._first:
                 setattr(modules[prefix], key, tensor.to(device))
@@ -88,6 +88,10 @@ class HiddenBuffers:
                 if key in module._non_persistent_buffers_set:
                     now[_join(prefix, key)] = module._buffers[key]
         return now
+
+
+def _form_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def _join(prefix: str, key: str) -> str:

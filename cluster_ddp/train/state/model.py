@@ -35,6 +35,7 @@ class ModelState:
         self._model, self._optimizer = model, optimizer
         # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
         self._first_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._first_strides: dict[str, tuple[int, ...]] = {}
 
     def collect(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors, which share memory with the live ones, and the extra state of modules.
@@ -65,6 +66,18 @@ class ModelState:
             named[f"model.{name}"] = value if id(value) in held else value.detach()
         refuse_expanded(named)
         return named, extra_state
+
+    def changed_strides(self, named: Tensors) -> dict[str, list[int]]:
+        """The strides of what lies in memory otherwise than when this was first called, such as in channels_last."""
+        strides = dict(zip(named, (named.looks() or {}).get("stride", ()), strict=False))
+        self._first_strides = self._first_strides or strides
+        return {name: list(now) for name, now in strides.items() if now != self._first_strides.get(name, now)}
+
+    def load_strides(self, strides: Mapping[str, list[int]], unpacker: Unpacker) -> None:
+        """Put tensors into memory as `changed_strides` has found them; otherwise results may have other last bits."""
+        for name, value in self._model.state_dict(keep_vars=True).items() if strides else ():
+            if (wanted := strides.get(f"model.{name}")) is not None:
+                value.data = unpacker.laid_out(value.detach(), tuple(wanted), value.device)
 
     def load_extra_state(self, packed: Mapping[str, Any], unpacker: Unpacker, take: Callable[[str], Tensor]) -> None:
         """Restore the extra state of modules; `take` returns a tensor in it by its name."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.plan import memory_of
+from cluster_ddp.train.buffers import written_once
 from cluster_ddp.train.errors import TaskError
 
 _MARK = "!"
@@ -122,7 +123,7 @@ def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
         return False
     if kind == "tensor":
         shape = shapes.get(content) if type(content) is str else None
-        return shape is not None and ("strides" not in value or _are_strides(value["strides"], shape))
+        return shape is not None and ("strides" not in value or are_strides(value["strides"], shape))
     if kind == "dtype":
         return type(content) is str
     if kind == "deque":
@@ -163,7 +164,8 @@ def sets_out_of_order(value: Any, name: str) -> Iterator[str]:
                 yield from sets_out_of_order(part, f"{name}.{number}")
 
 
-def _are_strides(strides: Any, shape: Sequence[int]) -> bool:
+def are_strides(strides: Any, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape may have these strides."""
     return (
         isinstance(strides, list)
         and len(strides) == len(shape)
@@ -220,10 +222,11 @@ class Unpacker:
         )
 
     def _tensor(self, tensor: Tensor, packed: Mapping[str, Any]) -> Any:
+        where = self._device if packed.get("device") else tensor.device
+        tensor = self.laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
         if "numpy" in packed:
             return tensor.numpy() if packed["numpy"] == "array" else tensor.numpy()[()]
-        where = self._device if packed.get("device") else tensor.device
-        return self.laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
+        return tensor
 
     def laid_out(self, tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
         """The same values with these strides on this device; the tensor itself if it already has them.
@@ -235,7 +238,9 @@ class Unpacker:
         asked = (memory_of(tensor) or id(tensor), strides, device)
         if asked not in self._done:
             made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-            self._done[asked] = tensor, made.copy_(tensor)  # kept alive, so that no other tensor reuses its address
+            once = written_once(made)
+            once.copy_(tensor[tuple(map(slice, once.shape))])
+            self._done[asked] = tensor, made  # kept alive, so that no other tensor reuses its address
         return self._done[asked][1]
 
 

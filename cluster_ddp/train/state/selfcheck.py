@@ -200,7 +200,8 @@ def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> I
         # The strides have been compared with the tensors; a copy of the task may hold the very modules of the task.
         if name in ("optimizer_layouts", "modes_of_task"):
             continue
-        was, now = (json.dumps(comparable(scalars[name]), sort_keys=True) for scalars in (live, again))
+        # The state of the task has its dicts in the order in which a step may go through them.
+        was, now = (json.dumps(comparable(of[name]), sort_keys=name != "task") for of in (live, again))
         if was != now:
             yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
 

@@ -13,7 +13,7 @@ from typing import Any
 from cluster_ddp.checkpoint.format import StoredTensor
 from cluster_ddp.run.reading import as_number, as_whole
 from cluster_ddp.train.state.counts import Counts
-from cluster_ddp.train.state.packing import is_packed
+from cluster_ddp.train.state.packing import are_strides, is_packed
 
 _Check = Callable[[Any], bool]
 
@@ -34,6 +34,10 @@ def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor
     # Not written by older versions.
     others: dict[str, _Check] = {
         "requires_grad": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
+        "strides": lambda value: (
+            isinstance(value, dict)
+            and all(name in shapes and are_strides(strides, shapes[name]) for name, strides in value.items())
+        ),
         "evaluating": lambda value: _is_list_of(value, lambda name: type(name) is str),
         "modes_of_task": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
         "extra_state": packed_dict,

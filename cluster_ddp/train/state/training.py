@@ -99,11 +99,14 @@ class State:
     def collect(self) -> Collected:
         """Return all tensors by name, sharing memory with the live ones, and the rest as JSON; raises `TaskError`."""
         tensors, extra_state = self._model_and_average()
+        strides = self._model_state.changed_strides(tensors)
         scalars = self._optimizer.collect(tensors)
-        tensors |= {_BUFFER + name: tensor for name, tensor in self._hidden.changed().items()}
+        hidden = {_BUFFER + name: tensor for name, tensor in self._hidden.changed().items()}
+        tensors |= hidden
         packer = Packer(tensors)
         scalars |= {
             "counts": asdict(self.counts),
+            "strides": strides | {name: list(buffer.stride()) for name, buffer in hidden.items()},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "requires_grad": {  # of layers that were frozen or unfrozen in training
                 name: parameter.requires_grad
@@ -120,7 +123,8 @@ class State:
     def load(self, step: int, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
         """Restore what `Checkpointer.restore` has not filled in place; `extra` is contiguous and on the CPU."""
         self.counts = Counts(**scalars["counts"])
-        unpacker = Unpacker(self._device)
+        unpacker, strides = Unpacker(self._device), scalars.get("strides", {})
+        self._model_state.load_strides(strides, unpacker)
         self._optimizer.restore(_with_prefix("optimizer.", extra), scalars, unpacker)
         changed = scalars.get("requires_grad", {})
         for name, parameter, _ in self._parameters:
@@ -132,7 +136,12 @@ class State:
                 module.training = name not in evaluating
         if self.modes is not None:
             self.modes.restore(scalars.get("modes_of_task", {}))
-        hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
+        hidden = {
+            name.removeprefix(_BUFFER): unpacker.laid_out(
+                tensor, tuple(strides.get(name, tensor.stride())), tensor.device
+            )
+            for name, tensor in _with_prefix(_BUFFER, extra).items()
+        }
         self._hidden.load(hidden, self._device)
         self._load_extra_state(scalars, extra, unpacker)
         if self._scaler is not None and scalars["scaler"]:
