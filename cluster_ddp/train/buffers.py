@@ -16,7 +16,13 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         # Where each buffer is registered: a module may replace the tensor there at any time.
-        self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        # Not sparse ones: no checkpoint contains them, and a training that changes them is refused.
+        self._slots = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is None or buffer.layout is torch.strided
+        ]
         self._first = [(slot, name) for slot, name in self._slots if slot[name] is not None]
         self._kept: list[Tensor | None] = []
         self._places: list[tuple[int, int] | None] = []

@@ -31,6 +31,7 @@ from cluster_ddp.train.refusals import (
     refuse_differences,
     refuse_dtypes,
     refuse_scripted,
+    refuse_sparse,
     refuse_trained_in_8_bits,
 )
 from cluster_ddp.train.state.comm_hooks import watch_comm_hooks
@@ -67,6 +68,7 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
         )
     refuse_scripted(model)
     refuse_dtypes(model)
+    refuse_sparse(model)
     refuse_trained_in_8_bits(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("model() has no trainable parameter: at least one needs requires_grad")
@@ -88,7 +90,7 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
     TrainError
         The gradients cannot be compressed in this way on this device.
     TaskError
-        A parameter or buffer has a dtype that cannot be sent.
+        A parameter or buffer is sparse or has a dtype that cannot be sent.
     """
     if world.world_size == 1:
         return model
@@ -110,9 +112,14 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
 
 
 def _refuse_unsent(model: nn.Module, unsent: Mapping[torch.dtype, str]) -> None:
-    """Raise a `TaskError` for parameters and buffers of a dtype that ranks cannot send to each other."""
+    """Raise a `TaskError` for parameters and buffers that ranks cannot send to each other."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
+            if tensor.layout is not torch.strided:
+                raise TaskError(
+                    f"the {kind} {name} is sparse, which DDP cannot send to the other ranks: hold its indices and "
+                    "values, and make it from them where it is used"
+                )
             if tensor.dtype in unsent:
                 raise TaskError(
                     f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, as "

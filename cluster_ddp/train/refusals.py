@@ -59,6 +59,16 @@ def refuse_dtypes(model: nn.Module) -> None:
                 )
 
 
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise a `TaskError` for sparse tensors in the model's state; one outside, such as a graph, just stays as it is."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+            raise TaskError(
+                f"the buffer {name} is sparse, which a checkpoint cannot contain: register it with persistent=False if "
+                "model() makes it the same again, else hold its indices and values"
+            )
+
+
 def refuse_trained_in_8_bits(model: nn.Module) -> None:
     """Raise a `TaskError` for 8-bit parameters that require gradients, which torch cannot compute with."""
     for name, parameter in model.named_parameters():

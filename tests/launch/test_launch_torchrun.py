@@ -58,7 +58,7 @@ def test_tasks_and_scripts_are_told_apart() -> None:
 def test_an_agent_loads_what_computes_with_tensors_without_data_only_where_it_is_used() -> None:
     program = """
 import sys
-from cluster_ddp.launch.torchrun import defer_computing
+from cluster_ddp.launch.torchrun.__main__ import defer_computing
 defer_computing()
 from torch.distributed import run
 name = "torch._meta_registrations"

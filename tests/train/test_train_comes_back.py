@@ -101,6 +101,8 @@ class WithBuffer(Plain):
         elif self.kind == "filled at random":
             made.register_buffer("noise", None)
             made.register_forward_pre_hook(fill)
+        elif self.kind == "sparse":
+            made.register_buffer("table", torch.eye(2).to_sparse(), persistent=False)
         else:
             made.register_buffer("table", torch.zeros(2, dtype=getattr(torch, self.kind)))
         return made
@@ -124,6 +126,7 @@ def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         ("shaped by a batch", "the buffer largest has the shape [0] before the first batch"),
         ("filled at random", "the state differs between the ranks: model.noise"),
         ("uint16", "the buffer table has dtype torch.uint16, which ranks cannot send"),
+        ("sparse", "the buffer table is sparse, which DDP cannot send"),
         ("float8_e4m3fn", "the buffer table has dtype torch.float8_e4m3fn, which ranks cannot send"),
     ],
 )

@@ -246,6 +246,18 @@ class InFewBits(nn.Module):
         return self.layers(inputs * self.factor.float())
 
 
+class OnGraph(nn.Module):
+    """Mixes the features by a sparse matrix, as graph networks do."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("graph", torch.eye(FEATURES).roll(1, 0).to_sparse(), persistent=persistent)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(torch.sparse.mm(self.graph, inputs.T).T)
+
+
 def _float4() -> torch.dtype:
     if not hasattr(torch, "float4_e2m1fn_x2"):
         pytest.skip("this torch has no such numbers")
@@ -309,6 +321,7 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "parameter.data replaced": Clamps,
     "other strides in training": Turns,
     "float8 parameter, frozen": partial(InFewBits, torch.float8_e4m3fn, trained=False),
+    "sparse buffer, not persistent": partial(OnGraph, persistent=False),
     "quantization-aware, per tensor": partial(_quantization_aware, "qnnpack"),
     "quantization-aware, per channel, after a batch in model()": partial(_quantization_aware, "fbgemm", batch=True),
     "BatchNorm frozen in training": partial(Changes, "BatchNorm frozen in training"),
@@ -322,6 +335,7 @@ REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
             "complex128 buffer", "lambda in state_dict",
         )
     },
+    "sparse buffer": partial(OnGraph, persistent=True),
     "float4 buffer": lambda: InFewBits(_float4()),
     "float8 parameter, trained": partial(InFewBits, torch.float8_e4m3fn, trained=True),
     "quantization-aware, per channel": partial(_quantization_aware, "fbgemm"),

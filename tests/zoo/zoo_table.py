@@ -93,6 +93,7 @@ REFUSED = [
     (Case(model="state_dict of copies"), "state_dict() of a module must return the tensors themselves"),
     (Case(model="complex128 buffer"), "which safetensors cannot hold"),
     (Case(model="float4 buffer"), "to be seen as the other by view()"),
+    (Case(model="sparse buffer"), "register it with persistent=False"),
     (Case(model="float8 parameter, trained"), "torch cannot compute with such gradients"),
     (Case(model="quantization-aware, per channel"), "has it once model() has run a batch"),
     (Case(model="lambda in state_dict"), "the model's state 'function' is a function"),

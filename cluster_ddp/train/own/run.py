@@ -41,7 +41,7 @@ from cluster_ddp.train.own.watch.unfrozen import Unfrozen
 from cluster_ddp.train.own.wrapping import refuse_single_process
 from cluster_ddp.train.ranks.distributed import find_world
 from cluster_ddp.train.ranks.process import RankProcess
-from cluster_ddp.train.refusals import refuse_dtypes
+from cluster_ddp.train.refusals import refuse_dtypes, refuse_sparse
 from cluster_ddp.train.session import Session
 from cluster_ddp.train.state.stateful import Stateful
 from cluster_ddp.train.state.training import State
@@ -347,6 +347,7 @@ class ScriptRun:
     ) -> None:
         self._order, self._total_steps = order, total_steps
         refuse_dtypes(bare)
+        refuse_sparse(bare)
         self._check_weights = FiniteWeights(bare).check
         self._session.resume(state, order, total_steps=total_steps, make_fresh=make_fresh)
         mode = TrainingMode(bare, self._session.warn)

@@ -52,6 +52,12 @@ class HiddenBuffers:
                     f"{name} of the model is None or deleted now, but was a tensor when training began, and would be "
                     "a tensor again after a resume: start with None there, or clear the tensor in place (zero_())"
                 )
+        for name, tensor in changed.items():
+            if tensor is not None and tensor.layout is not torch.strided:
+                raise TaskError(
+                    f"{name} of the model is sparse and not as it was when training began; no checkpoint can contain "
+                    "that: hold its indices and values as buffers of their own"
+                )
         if find_world().world_size == 1:
             return changed
         # Each rank makes masks and tables of positions for as many as it has met.

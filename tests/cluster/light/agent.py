@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster_ddp.launch.torchrun import handle_ignored_signals
+from cluster_ddp.launch.torchrun.__main__ import handle_ignored_signals
 from cluster_ddp.launch.torchrun.command import trains_a_task
 
 last = sys.argv.index("--redirects=3")
