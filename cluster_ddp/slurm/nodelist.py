@@ -18,7 +18,8 @@ from cluster_ddp.errors import ClusterDDPError
 MAX_HOSTS = 1_000_000
 """More than any cluster has: a range beyond it is an error, and is refused before it fills the memory."""
 
-_SCONTROL_SECONDS = 20.0
+SCONTROL_SECONDS = 20.0
+"""How long scontrol may take; it hangs if the controller is away."""
 
 _PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<plain>[A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
@@ -120,7 +121,7 @@ def _hosts_by_scontrol(node_list: str) -> list[str]:
     from cluster_ddp.slurm.commands import SlurmError, call_once
 
     try:
-        printed = call_once(["scontrol", "show", "hostnames", node_list], seconds=_SCONTROL_SECONDS).split()
+        printed = call_once(["scontrol", "show", "hostnames", node_list], seconds=SCONTROL_SECONDS).split()
     except SlurmError:
         return []
     return printed[-int(os.environ.get("SLURM_JOB_NUM_NODES") or len(printed) or 1) :]

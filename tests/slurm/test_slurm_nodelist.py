@@ -92,7 +92,7 @@ def test_an_scontrol_that_hangs_does_not_hold_the_nodes(
     scontrol = tmp_path / "scontrol"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    monkeypatch.setattr(nodelist, "_SCONTROL_SECONDS", 0.5)
+    monkeypatch.setattr(nodelist, "SCONTROL_SECONDS", 0.5)
     for does, printed in (("sleep 60", ""), ("exit 1", ""), ("echo Welcome to the cluster; echo b; echo a", "b\n")):
         scontrol.write_text(f"#!/bin/bash\n{does}\n")
         scontrol.chmod(0o755)
