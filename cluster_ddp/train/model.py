@@ -222,7 +222,11 @@ def settle_layout(model: object, world_size: int) -> None:
         return
     if model.find_unused_parameters:
         return
-    parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    weights = [weight for weight in model.module.parameters() if weight.is_floating_point() or weight.is_complex()]
+    frozen = [] if any(weight.requires_grad for weight in weights) else weights  # only since it was put into DDP
+    for weight in frozen:
+        weight.requires_grad_(True)
+    parameters = [weight for weight in weights if weight.requires_grad]
     sparse = {id(table.weight) for table in model.modules() if _has_sparse_gradient(table)}
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -239,6 +243,8 @@ def settle_layout(model: object, world_size: int) -> None:
             parameter.grad = None
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
+    for weight in frozen:
+        weight.requires_grad_(False)
 
 
 def _has_sparse_gradient(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:

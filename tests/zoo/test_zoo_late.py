@@ -188,8 +188,25 @@ class FromTeacher(ZooTask):
         return super().loss(model, batch) + TEACHER(batch[0]).abs().mean() * super().loss(model, batch)
 
 
-def test_the_mode_of_a_network_in_a_variable_comes_back(tmp_path: Path) -> None:
-    assert str(judge(Case(), tmp_path, FromTeacher)) == "exact"
+class ByTeaching(ZooTask):
+    """The same, by a function that holds the network."""
+
+    def model(self) -> nn.Module:
+        teacher = nn.Dropout()
+        self.teach = lambda inputs: teacher(inputs).abs().mean()
+        self.stop = teacher.eval
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 2:
+            self.stop()
+        return super().loss(model, batch) * (1 + self.teach(batch[0]))
+
+
+@pytest.mark.parametrize("kind", [FromTeacher, ByTeaching])
+def test_the_mode_of_a_network_in_a_variable_comes_back(kind: type[ZooTask], tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, kind)) == "exact"
 
 
 class DropsAKey(ZooTask):

@@ -32,19 +32,14 @@ def test_cases_are_exact_on_several_ranks(world_size: int, crashes: tuple[int, .
         assert dict(zip(map(str, cases), verdicts, strict=True)) == {str(case): "exact" for case in cases}
 
 
-CRITICS: list[DistributedDataParallel] = []
-
-
 class WithCritic(ZooTask):
-    """Has another network in DDP, in a variable of the module, which is trained from the fifth step on."""
+    """Has another network in DDP, in a variable of its class, which is frozen until the fifth step trains it."""
 
-    @property
-    def critic(self) -> DistributedDataParallel:
-        return CRITICS[-1]
+    critic: DistributedDataParallel
 
     def model(self) -> nn.Module:
         layers = nn.Linear(FEATURES, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 1)
-        CRITICS[:] = [DistributedDataParallel(nn.Sequential(*layers))]
+        WithCritic.critic = DistributedDataParallel(nn.Sequential(*layers)).requires_grad_(False)
         self.its_optimizer = torch.optim.Adam(self.critic.parameters(), 0.01)
         self.steps = 0
         return super().model()
@@ -52,6 +47,7 @@ class WithCritic(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.steps += 1
         if self.steps > 4:
+            self.critic.requires_grad_(True)
             self.its_optimizer.zero_grad()
             (self.critic(batch[0]).mean() - self.critic(-batch[0]).mean()).backward()
             self.its_optimizer.step()

@@ -9,10 +9,11 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
+from cluster_ddp.train.state.kinds import is_of_library
 from cluster_ddp.train.state.surroundings import variables_around
-from cluster_ddp.train.whose_code import is_library
 
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
 
@@ -25,8 +26,8 @@ class Modes:
     Parameters
     ----------
     task
-        Its modules are those that it and the variables around it hold, in attributes, lists, dicts and objects of the
-        user's.
+        Its modules are those that it and the variables around it hold, in attributes, lists, dicts, functions and
+        objects of the user's.
     known
         Ids of modules whose modes are saved elsewhere.
     """
@@ -95,4 +96,5 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return list(dict.items(value))
     if issubclass(type(value), CONTAINERS):
         return enumerate(elements(value))
-    return () if is_library(type(value).__module__) and not issubclass(type(value), HOLDERS) else inner_parts(value)
+    is_searched = issubclass(type(value), (*HOLDERS, Dataset)) or not is_of_library(value)
+    return inner_parts(value) if is_searched else ()
