@@ -60,7 +60,7 @@ def refuse_dtypes(model: nn.Module) -> None:
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Raise a `TaskError` for sparse tensors in the model's state; one outside, such as a graph, just stays as it is."""
+    """Raise a `TaskError` for sparse tensors in the model's state; one outside of it, such as a graph, may stay."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
             raise TaskError(
