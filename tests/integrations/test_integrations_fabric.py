@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from train_ranks import preload, run_ranks
 
 from cluster_ddp.train import join_run
+from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.held import of_module
 
 
 def train(place: Path, attempt: int, at: int | None) -> str | None:
@@ -55,3 +57,12 @@ def test_a_loop_of_fabric_goes_on_exactly(ranks: int, tmp_path: Path) -> None:
     assert run_ranks(train, ranks, broken, 0, 6) == [None] * ranks
     assert run_ranks(train, ranks, broken, 1, None) == calm
     assert "status" not in str(calm)
+
+
+def test_a_model_that_is_compiled_where_fabric_takes_part_has_not_changed() -> None:
+    """Importing Fabric is enough for torch.compile() to leave a mark in the model."""
+    pytest.importorskip("lightning.fabric")
+    model = model_of()
+    before = Attributes(of_module(model))
+    assert torch.compile(model, backend="eager") is not model
+    assert before.changed(Attributes(of_module(model))) == []

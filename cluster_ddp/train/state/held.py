@@ -27,7 +27,7 @@ from cluster_ddp.train.whose_code import is_library
 # Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its
 # models has hooks to record its hidden states.
 _OF_MODULES = frozenset(vars(nn.Module())) | {
-    "_is_torch_compile", "_trainer", "_current_fx_name", "_output_capturing_hooks_installed",
+    "_is_torch_compile", "_compile_kwargs", "_trainer", "_current_fx_name", "_output_capturing_hooks_installed",
 }  # fmt: skip
 _MARKS_OF_DYNAMO = ("_dynamo", "_torchdynamo")
 _MARKS_OF_TENSORS = ("_is_buffer", "_is_param")  # by nn.Buffer, and for parameters of other classes
