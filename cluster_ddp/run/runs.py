@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from cluster_ddp.run.storage import Storage
 
 START_FAILED = "start-failed.sh"
-SETUP_GUARD = "setup-guard.sh"
 """The file beside each batch script that says what to do when a start fails before Python runs."""
+SETUP_GUARD = "setup-guard.sh"
+"""The file beside a batch script with lines of launch.setup that guards them."""
 _MAX_CANDIDATES_SHOWN = 10
 
 

@@ -16,6 +16,7 @@ if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
         [[ $cluster_ddp_name == SLURM* || $cluster_ddp_name == *PATH ]] || ((${#cluster_ddp_value} < 1000)) ||
             export -n "${cluster_ddp_name?}"
     done < <(compgen -e)
+    ((${#4} < 20000)) || set -- "${@:1:3}" "${4: -20000}" # more may not fit into an argument
     exec "$BASH" "${BASH_SOURCE[0]}" "$@"
 fi
 
@@ -28,7 +29,8 @@ run=$1 again=$2 reason=$3
 if [[ -n ${4-} ]]; then # the last line says why, before what follows a fatal error of Python
     words=${4%$'\n\n'Current thread*}
     words=${words%$'\n'Python runtime state: *initialized}
-    reason+="; ${words##*$'\n'}"
+    words=${words##*$'\n'}
+    reason+="; ${words:0:500}"
 fi
 
 trap : USR1 USR2 HUP TERM # Slurm's signals must not end this script half-way

@@ -41,6 +41,7 @@ cluster_ddp_fail() {
 _DROP_TRAPS = "    cluster_ddp_drop_traps 2>/dev/null\n"
 
 _SETUP = """# The lines of launch.setup. A command of them that fails ends this start, and the output says which.
+trap - ERR # a trap that a file of BASH_ENV has left would come back after the next line
 # shellcheck source=/dev/null
 . "@guard@" ||
     cluster_ddp_fail once "the run directory or its setup-guard.sh is missing: sbatch job.sbatch RUN_DIRECTORY"

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_comment, update_record
+from cluster_ddp.run.runs import keep_script
+from cluster_ddp.run.storage import Storage
 from cluster_ddp.run.via import SUBMITIT
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, may_be_queued
 from cluster_ddp.slurm.environment import environment_for
@@ -94,6 +96,8 @@ class SubmititSubmission:
         executor.update_parameters(**self._slurm_parameters(run))
         announce_submission(run)
         try:
+            # A newer version of this package than the run was made with may have other files beside the script
+            keep_script(Storage(), run.script, self.batch_script, mode=run.script_mode())
             with _environment(environment_for(self.batch_script)):
                 job = executor.submit(SubmititJob(str(run.path)))
         except (FailedJobError, FailedSubmissionError, OSError) as error:

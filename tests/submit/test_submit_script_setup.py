@@ -197,6 +197,15 @@ def test_a_line_that_fails_is_told_though_those_before_it_are_strict(stage: Stag
     assert "launch.setup: status 1 from: false (see slurm-77.out)" in stage.status()["reason"]
 
 
+def test_a_line_that_fails_is_told_though_bash_has_read_a_file_with_its_own_trap(stage: Stage) -> None:
+    """Nothing said so, and training began without what the line was to set up."""
+    (stage.folder / "site.sh").write_text("trap 'echo theirs' ERR DEBUG\n")
+    script = stage.write(launch={"setup": ["module() { return 3; }", "module load cuda"]})
+    assert stage.perform(script, BASH_ENV=str(stage.folder / "site.sh")) == 1
+    assert "launch.setup: status 3 from: module load cuda" in stage.output
+    assert not stage.calls("python")
+
+
 def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
     setup = ["set -euo pipefail", "set -o posix", "export GREETING='it works'"]
     stage.does(**{"training.sh": CRASH})

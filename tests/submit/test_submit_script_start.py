@@ -106,6 +106,12 @@ def test_a_host_whose_python_lacks_pydantic_is_left_for_another_before_an_attemp
         ),
         ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
         ("export PYTHONHOME=/nowhere", "launch.python; ModuleNotFoundError: No module named 'encodings' (see"),
+        # More than fits into an argument of a program
+        (
+            "printf '%0200000d\\n' 0 >&2; echo 'ImportError: too old' >&2; exit 1",
+            "launch.python; ImportError: too old (see",
+        ),
+        ("printf '%0200000d' 0 >&2; exit 1", f"launch.python; {'0' * 500} (see"),
     ],
 )
 def test_why_python_does_not_start_is_told(stage: Stage, python: str, said: str) -> None:

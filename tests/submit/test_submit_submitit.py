@@ -32,6 +32,7 @@ from cluster_ddp.run.attempt_record import list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NODE_LOST, EventWriter, read_events
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.submitit import SubmititSubmission
@@ -320,6 +321,17 @@ def test_a_setup_line_that_fails_ends_the_job(place: Place) -> None:
     assert place.start_task(run).wait(PATIENCE) == 1
     assert "launch.setup: status 127 from: no_such_module load cuda" in place.log()
     assert list_attempts(run) == []
+
+
+def test_a_resume_brings_what_the_script_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submitit writes its script anew, and the run may be of a version that had no such file: no start succeeded."""
+    place.add_slurm()
+    monkeypatch.setenv("PATH", str(place.bin))
+    spec = JobSpec.model_validate({"name": "a", "task": "a:B", "slurm": {"time": "1h"}, "launch": {"setup": ["true"]}})
+    run = create_run(spec, runs_dir=place.folder / "runs", via="submitit", script="of an older version")
+    SubmititSubmission(spec).send(run)
+    for name in re.findall(r"/([a-z-]+\.sh)", (place.bin / "script").read_text()):
+        assert (run.path / name).is_file(), name
 
 
 def test_a_start_on_a_host_without_python_is_tried_again(place: Place) -> None:
