@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.causes import describe_failure, root_failure
 from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import LONGEST_START_SECONDS, AttemptOutcome, Ending, finished_a_step, outcome_of
+from cluster_ddp.run.ending import LONGEST_START_SECONDS, Action, AttemptOutcome, Ending, finished_a_step, outcome_of
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import History, read_history
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster_ddp.job import JobSpec, RequeueSpec
-
-Action = Literal["done", "requeue", "stop", "fail", "stall"]
-_FINAL_ACTIONS: dict[Ending, Action] = {
-    Ending.COMPLETED: "done",
-    Ending.CANCELLED: "stop",
-    Ending.STOPPED_BY_PERSON: "stop",
-    Ending.STALLED: "stall",
-}
 
 
 @dataclass(frozen=True)
@@ -67,12 +59,8 @@ def decide(
     """
     history = read_history(run, strict=True)
     outcome = outcome_of(history, attempt.number)
-    if outcome.ending is Ending.FAILED_AT_START:
-        early = f"in its first {LONGEST_START_SECONDS / 60:.0f} minutes"
-        when = early if history.reports_nothing else "before the first finished step"
-        return Decision("fail", f"failed {when}, so it would fail again: {outcome.why}")
-    if outcome.ending in _FINAL_ACTIONS:
-        return Decision(_FINAL_ACTIONS[outcome.ending], outcome.why)
+    if (action := outcome.ending.final_action) is not None:
+        return Decision(action, _why_at_start(history, outcome) or outcome.why)
     if outcome.stop_reason == TERMINATED and not (job_goes_on and job_goes_on()):
         # If it was a preemption after all, Slurm restarts the job by itself; if it was scancel, nothing may.
         return Decision("stop", "stopped by a SIGTERM of unknown origin")
@@ -95,6 +83,14 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
         EventWriter(attempt.run, writer).write(names[decision.action], attempt=attempt.number, reason=decision.why)
     if not_noted := conclude(attempt):
         say(f"cluster-ddp: {not_noted}")
+
+
+def _why_at_start(history: History, outcome: AttemptOutcome) -> str | None:
+    if outcome.ending is not Ending.FAILED_AT_START:
+        return None
+    early = f"in its first {LONGEST_START_SECONDS / 60:.0f} minutes"
+    when = early if history.reports_nothing else "before the first finished step"
+    return f"failed {when}, so it would fail again: {outcome.why}"
 
 
 def _within_limits(history: History, number: int, outcome: AttemptOutcome, limits: RequeueSpec) -> Decision:

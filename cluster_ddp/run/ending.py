@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cluster_ddp.run.causes import failures_of, is_surroundings, lost_nodes, what_failed
 from cluster_ddp.run.errors import RunEnded, resume_command, to_continue
@@ -50,28 +50,39 @@ _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_
 # A block of `join_run` without a loop has no other phases.
 _BEFORE_TRAINING = (Phase.STARTING.word, Phase.READY.word, Phase.EVALUATING.word)
 
+Action = Literal["done", "requeue", "stop", "fail", "stall"]
+"""What follows an attempt (see `cluster_ddp.run.decision.Decision`)."""
+
 LONGEST_START_SECONDS = 600.0
 _NAMED = 3
 
 
 class Ending(enum.Enum):
-    """How an attempt ended: a description, the state it leaves the run in, and whether only a person may restart it."""
+    """How an attempt ended: a description, the state it leaves the run in, and what follows if that is always the same.
 
-    COMPLETED = "is complete", RunState.COMPLETED, True
-    CANCELLED = "was cancelled", RunState.CANCELLED, True
-    STALLED = "has stalled", RunState.STALLED, True
-    STOPPED_BY_PERSON = "was stopped by a person", RunState.STOPPED, True
-    STOPPED = "was stopped", RunState.STOPPED, False
-    FAILED_AT_START = "failed at start-up", RunState.FAILED, True
-    FAILED = "failed", RunState.FAILED, False
-    NOT_REQUEUED = "could not be requeued", RunState.FAILED, False
-    HUNG = "hung", RunState.FAILED, False
-    UNKNOWN = "left no record of its end", RunState.LOST, False
+    That is so of ends after which only a person may restart the run; after the others the limits of the job decide.
+    """
 
-    def __init__(self, words: str, state: RunState, final: bool) -> None:
+    COMPLETED = "is complete", RunState.COMPLETED, "done"
+    CANCELLED = "was cancelled", RunState.CANCELLED, "stop"
+    STALLED = "has stalled", RunState.STALLED, "stall"
+    STOPPED_BY_PERSON = "was stopped by a person", RunState.STOPPED, "stop"
+    STOPPED = "was stopped", RunState.STOPPED, None
+    FAILED_AT_START = "failed at start-up", RunState.FAILED, "fail"
+    FAILED = "failed", RunState.FAILED, None
+    NOT_REQUEUED = "could not be requeued", RunState.FAILED, None
+    HUNG = "hung", RunState.FAILED, None
+    UNKNOWN = "left no record of its end", RunState.LOST, None
+
+    def __init__(self, words: str, state: RunState, final_action: Action | None) -> None:
         self.words = words
         self.state = state
-        self.final = final
+        self.final_action = final_action
+
+    @property
+    def final(self) -> bool:
+        """Whether only a person may restart the run."""
+        return self.final_action is not None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Slurm's node lists: ``a[1-3,07],b12,rack[1-2]n[01-02]`` and their hosts, in Slurm's order.
 
-``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, and
-calls that only for a list that it cannot read; with ``--first`` only the first. ClusterShell expands the ranges; the
-list is split here because ClusterShell sorts its node sets, and the first host of Slurm's list is the one that runs the
-rendezvous.
+``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, but
+needs no Slurm; with ``--first`` the first one, of which scontrol is asked if the list cannot be read. ClusterShell
+expands the ranges; the list is split here because ClusterShell sorts its node sets, and the first host of Slurm's list
+is the one that runs the rendezvous.
 """
 
 from __future__ import annotations
@@ -40,8 +40,31 @@ def expand(node_list: str) -> list[str]:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a node list, where Slurm runs the batch script and node 0: the job's MASTER_ADDR."""
-    return next(iter(_hosts(_items(node_list)[0], node_list)))
+    """Return the first host of a job's node list, where Slurm runs the batch script and node 0: its MASTER_ADDR.
+
+    Raises
+    ------
+    NodeListError
+        Neither this module nor scontrol can read the list.
+    """
+    try:
+        return next(iter(_hosts(_items(node_list)[0], node_list)))
+    except (NodeListError, ImportError) as error:
+        hosts = _hosts_by_scontrol(node_list)
+        if not hosts:
+            raise NodeListError(str(error)) from error
+        # A site's wrapper of scontrol may print something before
+        return hosts[-int(os.environ.get("SLURM_JOB_NUM_NODES") or len(hosts)) :][0]
+
+
+def _hosts_by_scontrol(node_list: str) -> list[str]:
+    """Return what scontrol makes of a node list; nothing if it does not answer."""
+    from cluster_ddp.slurm.commands import SlurmError, call_once
+
+    try:
+        return call_once(["scontrol", "show", "hostnames", node_list], seconds=SCONTROL_SECONDS).split()
+    except SlurmError:
+        return []
 
 
 def short_name(host: object) -> str:
@@ -106,25 +129,11 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m cluster_ddp.slurm.nodelist [--first] LIST", file=sys.stderr)
         return 2
     try:
-        hosts = [first_host(node_list)] if options else expand(node_list)
-    except (NodeListError, ImportError) as error:
-        hosts = _hosts_by_scontrol(node_list)[: 1 if options else None]
-        if not hosts:
-            print(error, file=sys.stderr)
-            return 2
-    print("\n".join(hosts))
+        print(first_host(node_list) if options else "\n".join(expand(node_list)))
+    except NodeListError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
-
-
-def _hosts_by_scontrol(node_list: str) -> list[str]:
-    """Return what scontrol prints, without what a site's wrapper may print before; nothing if it does not answer."""
-    from cluster_ddp.slurm.commands import SlurmError, call_once
-
-    try:
-        printed = call_once(["scontrol", "show", "hostnames", node_list], seconds=SCONTROL_SECONDS).split()
-    except SlurmError:
-        return []
-    return printed[-int(os.environ.get("SLURM_JOB_NUM_NODES") or len(printed) or 1) :]
 
 
 if __name__ == "__main__":

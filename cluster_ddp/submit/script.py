@@ -190,7 +190,7 @@ def _usage(own_run_of: str | None, *, sweep: bool) -> str:
     """Return how the script is submitted."""
     if sweep:
         return "--array=FIRST-LAST job.sbatch SWEEP OFFSET   (or, for one run of it: sbatch job.sbatch RUN_DIRECTORY)"
-    return "job.sbatch RUN_DIRECTORY" if own_run_of is None else "job.sbatch [RUN_DIRECTORY]"
+    return "job.sbatch RUN_DIRECTORY" if own_run_of is None else f"{own_run_of}.sbatch [RUN_DIRECTORY]"
 
 
 def _title(spec: JobSpec) -> str:
@@ -232,6 +232,8 @@ def _run_directory(own_run_of: str | None, keeper: str, *, sweep: bool) -> Itera
         yield 'run=$(realpath -- "$run")'
         yield "cluster_ddp_run=$run"
     yield '[[ -f $run/job.yaml ]] || cluster_ddp_fail once "$run is not a run directory: it has no job.yaml"'
+    if own_run_of is not None:
+        yield 'exec >>"$run/slurm-$SLURM_JOB_ID.out" 2>&1 # where `cluster-ddp status` looks for it'
 
 
 def _port(spec: JobSpec) -> str:

@@ -21,7 +21,7 @@ from cluster_ddp.launch.keeper.batch_host import BatchHost
 from cluster_ddp.launch.keeper.deciding import job_action_for
 from cluster_ddp.launch.keeper.end_of_job import EndOfJob
 from cluster_ddp.launch.keeper.job_step import with_attempt
-from cluster_ddp.run.decision import Action
+from cluster_ddp.run.ending import Action
 from cluster_ddp.run.runs import create_run
 
 PROJECT = Path(__file__).parents[2]

@@ -19,8 +19,9 @@ from cluster_ddp.launch.keeper.end_of_job import EndOfJob
 from cluster_ddp.launch.keeper.lost_nodes import record_lost_nodes
 from cluster_ddp.launch.keeper.patience import PASSING_SECONDS, storage_error
 from cluster_ddp.launch.keeper.script_outcome import record_script_outcome
-from cluster_ddp.run.decision import Action, Decision, decide
+from cluster_ddp.run.decision import Decision, decide
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.ending import Action
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import read_history
 from cluster_ddp.slurm.job_info import CANCEL

@@ -57,7 +57,7 @@ class _End:
 
     @property
     def should_go_on(self) -> bool:
-        """Whether the keeper requeues the job after such an end, unless a limit is reached."""
+        """Whether the job is to be requeued, within its limits, after an end that the run has recorded."""
         return self.outcome.ending in (Ending.STOPPED, Ending.FAILED, Ending.HUNG)
 
     @property
