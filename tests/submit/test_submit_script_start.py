@@ -360,10 +360,11 @@ def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> No
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["/nowhere"]])
-def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str]) -> None:
+@pytest.mark.parametrize("setup", [[], ["true"]])
+def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str], setup: list[str]) -> None:
     done = subprocess.run(
-        ["bash", str(stage.write()), *arguments],
-        env={"PATH": str(stage.bin), "SLURM_JOB_ID": "77"},
+        ["bash", str(stage.write(launch={"setup": setup})), *arguments],
+        env={"PATH": str(stage.bin), "SLURM_JOB_ID": "77", "POSIXLY_CORRECT": "1"},
         capture_output=True,
         text=True,
         timeout=20,
