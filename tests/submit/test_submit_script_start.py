@@ -106,6 +106,7 @@ def test_a_host_whose_python_lacks_pydantic_is_left_for_another_before_an_attemp
         ),
         ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
         ("export PYTHONHOME=/nowhere", "launch.python; ModuleNotFoundError: No module named 'encodings' (see"),
+        (r"printf 'no \377 here\n' >&2; exit 1", "launch.python; no \N{REPLACEMENT CHARACTER} here (see"),
         # More than fits into an argument of a program
         (
             "printf '%0200000d\\n' 0 >&2; echo 'ImportError: too old' >&2; exit 1",
