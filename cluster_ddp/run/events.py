@@ -188,9 +188,14 @@ def _read(run: RunDirectory, digest: Digest, *, strict: bool = False) -> tuple[D
             return _read(run, Digest(), strict=strict)
         end = data.rfind(b"\n") + 1
         places[name] = begin + end
-        events += _events_among(parse_lines(data[:end])) if end else []
-        torn += _events_among(parse_lines(data[end:])) if end < len(data) else []
+        events += _events_among(_lines(data[:end])) if end else []
+        torn += _events_among(_lines(data[end:])) if end < len(data) else []
     return Digest(tuple(events), places), torn
+
+
+def _lines(data: bytes) -> list[dict[str, Any]]:
+    """Parse lines of JSON. The batch script records what programs say, which may not be UTF-8, and cannot tell."""
+    return parse_lines(data.decode(errors="replace").encode())
 
 
 def _events_among(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

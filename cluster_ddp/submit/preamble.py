@@ -41,10 +41,11 @@ cluster_ddp_fail() {
 _DROP_TRAPS = "    cluster_ddp_drop_traps 2>/dev/null\n"
 
 _SETUP = """# The lines of launch.setup. A command of them that fails ends this start, and the output says which.
-trap - ERR # a trap that a file of BASH_ENV has left would come back after the next line
+[[ -r @guard@ ]] || # a dot without its file ends a shell in POSIX mode
+    cluster_ddp_fail once "cannot read @guard@ of the run directory: sbatch job.sbatch RUN_DIRECTORY"
+trap - ERR # that of a file of BASH_ENV would come back after the next line
 # shellcheck source=/dev/null
-. "@guard@" ||
-    cluster_ddp_fail once "the run directory or its setup-guard.sh is missing: sbatch job.sbatch RUN_DIRECTORY"
+. "@guard@"
 @setup@
 cluster_ddp_end_setup
 trap - ERR DEBUG # here, too: a function that returns puts these back"""

@@ -106,6 +106,7 @@ def test_a_host_whose_python_lacks_pydantic_is_left_for_another_before_an_attemp
         ),
         ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
         ("export PYTHONHOME=/nowhere", "launch.python; ModuleNotFoundError: No module named 'encodings' (see"),
+        (r"printf 'no \377 here\n' >&2; exit 1", "launch.python; no \N{REPLACEMENT CHARACTER} here (see"),
         # More than fits into an argument of a program
         (
             "printf '%0200000d\\n' 0 >&2; echo 'ImportError: too old' >&2; exit 1",
@@ -360,10 +361,11 @@ def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> No
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["/nowhere"]])
-def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str]) -> None:
+@pytest.mark.parametrize("setup", [[], ["true"]])
+def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str], setup: list[str]) -> None:
     done = subprocess.run(
-        ["bash", str(stage.write()), *arguments],
-        env={"PATH": str(stage.bin), "SLURM_JOB_ID": "77"},
+        ["bash", str(stage.write(launch={"setup": setup})), *arguments],
+        env={"PATH": str(stage.bin), "SLURM_JOB_ID": "77", "POSIXLY_CORRECT": "1"},
         capture_output=True,
         text=True,
         timeout=20,
