@@ -204,8 +204,19 @@ class ByTeaching(ZooTask):
         return super().loss(model, batch) * (1 + self.teach(batch[0]))
 
 
-@pytest.mark.parametrize("kind", [FromTeacher, ByTeaching])
-def test_the_mode_of_a_network_in_a_variable_comes_back(kind: type[ZooTask], tmp_path: Path) -> None:
+class HidesTeacher(ByTeaching):
+    """The same, where the model hides the network from its state_dict()."""
+
+    def model(self) -> nn.Module:
+        model = ZooTask.model(self)
+        model.hidden = [nn.Dropout()]  # type: ignore[assignment]
+        self.teach = lambda inputs: model.hidden[0](inputs).abs().mean()  # type: ignore[index]
+        self.stop = lambda: model.hidden[0].eval()  # type: ignore[index]
+        return model
+
+
+@pytest.mark.parametrize("kind", [FromTeacher, ByTeaching, HidesTeacher])
+def test_the_mode_of_a_network_outside_the_model_comes_back(kind: type[ZooTask], tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path, kind)) == "exact"
 
 

@@ -6,15 +6,18 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 from torch.utils.data import Dataset
 
+from cluster_ddp.train.state.held import are_hooks
 from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
 from cluster_ddp.train.state.kinds import is_of_library
 from cluster_ddp.train.state.surroundings import variables_around
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
 
 
@@ -30,11 +33,13 @@ class Modes:
         objects of the user's.
     known
         Ids of modules whose modes are saved elsewhere.
+    besides
+        What else holds some now, by name, such as what the model holds without registering it.
     """
 
-    def __init__(self, task: object, known: Collection[int]) -> None:
+    def __init__(self, task: object, known: Collection[int], besides: Mapping[str, Any] = _NOTHING) -> None:
         self._task, self._known = task, known
-        self._modules = self._find()
+        self._modules = self._find(besides)
         self._first = _flags_of(self._modules)
 
     def changed(self) -> dict[str, bool]:
@@ -50,10 +55,11 @@ class Modes:
         """Call when the task has loaded its state, which may have made modules, in training mode or not."""
         _set(self._late(), self._first | dict(changed))
 
-    def _find(self) -> dict[str, nn.Module]:
+    def _find(self, besides: Mapping[str, Any] = _NOTHING) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {}
         seen = {id(self._task)}
-        around = (_modules_in(*variable, _DEPTH, seen) for variable in variables_around([self._task]).items())
+        others = {**variables_around([self._task]), **besides}
+        around = (_modules_in(*other, _DEPTH, seen) for other in others.items())
         for name, whole in itertools.chain(_modules_in("task", self._task, _DEPTH, seen), *around):
             inner = {f"{name}.{path}".rstrip("."): module for path, module in whole.named_modules()}
             found |= {path: module for path, module in inner.items() if id(module) not in self._known}
@@ -92,6 +98,8 @@ def _modules_in(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[t
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if are_hooks(value):
+        return enumerate(elements(value))
     if issubclass(type(value), dict):
         return list(dict.items(value))
     if issubclass(type(value), CONTAINERS):

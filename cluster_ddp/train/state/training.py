@@ -92,7 +92,8 @@ class State:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = HiddenBuffers(model)
         of_model = {id(module) for _, module in self._modules}
-        self.modes = Modes(also, of_model) if isinstance(also, Task) else None
+        besides = {f"model.{name}": of_module(module) for name, module in self._modules} | self._optimizer.hooks()
+        self.modes = Modes(also, of_model, besides) if isinstance(also, Task) else None
         self.collect()  # raise any refusal before the first step
         self._first_of_task = copied(self._task_state())
 
