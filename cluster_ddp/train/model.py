@@ -37,7 +37,7 @@ from cluster_ddp.train.refusals import (
 from cluster_ddp.train.state.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.state.stateful import Stateful, copied
 from cluster_ddp.train.state.surroundings import variables_around
-from cluster_ddp.train.state.undoing import numbers_undone
+from cluster_ddp.train.state.undoing import wholly_undone
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
@@ -169,7 +169,7 @@ def settle_buckets(
         settle_layout(held, dist.get_world_size())
     comm_hooks = watch_comm_hooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets
-        with numbers_undone(also, model):
+        with wholly_undone(also, model):
             run_backward(refuse_bypass(model, loss))
         next(comm_hooks, None)
         if _all_are_summed(model):
