@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.comparing import equal_bits
-from cluster_ddp.train.state.held import enclosing_methods
+from cluster_ddp.train.state.held import are_hooks, enclosing_methods, hooks_of_tensor
 from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.state.surroundings import modules_around
 from cluster_ddp.train.whose_code import is_library, is_of_user
@@ -63,6 +63,8 @@ def wholly_undone(*holders: object) -> Iterator[None]:
     keep their values, for which there may be no memory, and DDP what it keeps for itself.
     """
     parts, kept = _kept(holders, _is_undone)
+    weights = [part for part in parts if isinstance(part, Tensor)]
+    hooks = [{name: dict(held) for name, held in hooks_of_tensor(weight).items()} for weight in weights]
     own = [part for part in parts if _is_undone(part)]
     functions = [getattr(part, "__func__", part) for part in parts]
     functions += [method for part in own for method in enclosing_methods(part).values()]
@@ -77,6 +79,9 @@ def wholly_undone(*holders: object) -> Iterator[None]:
         yield
     finally:
         _put_all_back(kept)
+        for weight, were in zip(weights, hooks, strict=True):
+            for name, held in hooks_of_tensor(weight).items():
+                _put_back(held, were.get(name, {}), has_all=True)
         for (member, part), before in slots:
             if _content(member, part) is not before:
                 member.__delete__(part) if before is _NOTHING else member.__set__(part, before)
@@ -93,7 +98,7 @@ def wholly_undone(*holders: object) -> Iterator[None]:
 def _is_undone(part: object) -> bool:
     if isinstance(part, nn.Module):
         return not isinstance(part, DistributedDataParallel)
-    return not is_library(type(part).__module__)
+    return are_hooks(part) or not is_library(type(part).__module__)
 
 
 def _has_numbers(part: object) -> bool:
