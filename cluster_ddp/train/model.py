@@ -34,10 +34,10 @@ from cluster_ddp.train.refusals import (
     refuse_sparse,
     refuse_trained_in_8_bits,
 )
-from cluster_ddp.train.state.comm_hooks import watch_comm_hooks
+from cluster_ddp.train.state.comm_hooks import states_of_hooks, watch_comm_hooks
 from cluster_ddp.train.state.stateful import Stateful, copied
 from cluster_ddp.train.state.surroundings import variables_around
-from cluster_ddp.train.state.undoing import numbers_undone
+from cluster_ddp.train.state.undoing import wholly_undone
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
@@ -167,10 +167,15 @@ def settle_buckets(
     trained = [parameter.requires_grad for parameter in model.parameters()]
     for held in parts_of(also, *variables_around([also]).values()):
         settle_layout(held, dist.get_world_size())
-    comm_hooks = watch_comm_hooks([model] if isinstance(model, DistributedDataParallel) else [], warn)
+    in_ddp = [model] if isinstance(model, DistributedDataParallel) else []
+    comm_hooks = watch_comm_hooks(in_ddp, warn)
+    has_hook = any(map(states_of_hooks, in_ddp))
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets
-        with numbers_undone(also, model):
+        with wholly_undone(also, model):
             run_backward(refuse_bypass(model, loss))
+        if not has_hook and any(map(states_of_hooks, in_ddp)):
+            # DDP takes only one, and keeps it; what says in the task that it has been given has been undone.
+            in_ddp[0].register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
         next(comm_hooks, None)
         if _all_are_summed(model):
             summed = {

@@ -22,6 +22,7 @@ from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job,
 
 from cluster_ddp.train import Trainer, broadcast_object, is_main_process, join_run
 from cluster_ddp.train.data.order import SampleStream
+from cluster_ddp.train.state.undoing import wholly_undone
 
 NETS: dict[str, nn.Module] = {}
 NET: nn.Module | None = None
@@ -253,3 +254,37 @@ def test_what_is_passed_in_and_waits_for_other_ranks_in_a_check_is_refused(tmp_p
     run = new_run(tmp_path)
     run_ranks(script, 2, run.path)
     assert "load_state_dict() of what is passed in communicates between the ranks, but rank 0 calls" in failure(run)
+
+
+class Hooking:
+    """Registers hooks when it is first called."""
+
+    is_hooked = False
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+
+    def __call__(self) -> None:
+        if not self.is_hooked:
+            self.model.register_forward_hook(lambda *_: None)
+            self.model.weight.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+            self.model.bias.register_post_accumulate_grad_hook(lambda _: None)
+            self.optimizer.register_step_post_hook(lambda *_: None)
+        self.is_hooked = True
+
+    def hooks(self) -> list[int]:
+        of_tensors = self.model.weight._backward_hooks, self.model.bias._post_accumulate_grad_hooks
+        held = [self.model._forward_hooks, *of_tensors, self.optimizer._optimizer_step_post_hooks]
+        return [len(hooks or {}) for hooks in held]
+
+
+def test_hooks_that_a_thrown_away_pass_registers_are_undone_with_their_flag() -> None:
+    hooking = Hooking()
+    for _ in range(2):
+        with wholly_undone(hooking):
+            hooking()
+            assert hooking.hooks() == [1, 1, 1, 1]
+        assert hooking.hooks() == [0, 0, 0, 0] and not hooking.is_hooked
+    hooking()
+    assert hooking.hooks() == [1, 1, 1, 1]

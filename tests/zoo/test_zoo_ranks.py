@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,20 +69,60 @@ class WithCritic(ZooTask):
 EACH: list[Tensor] = []  # what Largest has found since the last update
 
 
+class Since:
+    """What there was since the last update."""
+
+    __slots__ = ("passes",)
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+
 class Largest(nn.Module):
-    """Keeps the largest score until the update, as those do that limit the logits of attention by it."""
+    """Keeps the largest score until the update, as those do that limit the logits of attention by it.
+
+    From all scores it takes off the largest of the first ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = mlp()
         self.largest: Tensor | None = None
+        self.since, self.sums, self.pairs = Since(), np.zeros(1), collections.deque[tuple[float, int]]()
+        self.register_buffer("first", torch.zeros(()))
+        self.is_begun = False
+        total = 0.0
+
+        def add(value: float) -> None:
+            nonlocal total
+            total += value
+
+        def take() -> float:
+            nonlocal total
+            taken, total = total, 0.0
+            return taken
+
+        self.add, self.take = add, take
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"is_begun": self.is_begun}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.is_begun = state["is_begun"]
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.inner(inputs)
         largest = scores.detach().max()
+        if not self.is_begun:
+            self.first.copy_(largest)
+            self.is_begun = True
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         EACH.append(largest)
-        return scores
+        self.since.passes += 1
+        self.sums += float(largest)
+        self.pairs.append((float(largest), 1))
+        self.add(float(largest))
+        return scores - self.first
 
 
 class LimitsScores(ZooTask):
@@ -95,12 +137,16 @@ class LimitsScores(ZooTask):
 
         def limit(*_: object) -> None:
             assert model.largest is not None
-            largest = torch.stack([model.largest, *EACH]).sum()
+            assert model.first.count_nonzero()
+            largest = torch.stack([model.largest, *EACH]).sum() + model.take() + sum(value for value, _ in model.pairs)
+            largest += model.since.passes + float(model.sums.sum())
             dist.all_reduce(largest)
             with torch.no_grad():
                 model.inner[0].weight.mul_(1 - 0.01 * torch.tanh(largest))
-            model.largest = None
+            model.largest, model.since.passes = None, 0
             EACH.clear()
+            model.sums.fill(0)
+            model.pairs.clear()
 
         made.register_step_post_hook(limit)
         return made

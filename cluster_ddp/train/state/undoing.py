@@ -12,21 +12,32 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.train.randomness import parts_of
+from cluster_ddp.train.state.comparing import equal_bits
+from cluster_ddp.train.state.held import are_hooks, enclosing_methods, hooks_of_tensor
 from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.state.surroundings import modules_around
-from cluster_ddp.train.whose_code import is_of_user
+from cluster_ddp.train.whose_code import is_library, is_of_user
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
+_LARGE = 1 << 26  # bytes of tensors and arrays up to which their contents are kept
 _DEPTH = 3  # how deep in a new value a model is looked for
 _LISTS = (list, set, collections.deque)
+_CELL = vars(CellType)["cell_contents"]
+_NOTHING = object()
+
+_Kept = tuple[Any, Any, bool]
+"""A place, what it held, and whether it is the user's."""
 
 
 @contextlib.contextmanager
@@ -37,52 +48,105 @@ def undone(task: object) -> Iterator[None]:
     since others may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not
     restored.
     """
-    modules = list(modules_around([task]))
+    _, kept = _kept([task], lambda part: is_of_user(type(part).__module__))
+    try:
+        yield
+    finally:
+        _put_all_back(kept)
+
+
+@contextlib.contextmanager
+def wholly_undone(*holders: object) -> Iterator[None]:
+    """The same for all modules and what they hold, and for slots, variables of closures, tensors and arrays.
+
+    For a pass that is thrown away: a flag such as "is initialised" has to be undone with what it stands for. Parameters
+    keep their values, for which there may be no memory, and DDP what it keeps for itself.
+    """
+    parts, kept = _kept(holders, _is_undone)
+    weights = [part for part in parts if isinstance(part, Tensor)]
+    hooks = [{name: dict(held) for name, held in hooks_of_tensor(weight).items()} for weight in weights]
+    own = [part for part in parts if _is_undone(part)]
+    functions = [getattr(part, "__func__", part) for part in parts]
+    functions += [method for part in own for method in enclosing_methods(part).values()]
+    functions = [each for each in functions if isinstance(each, FunctionType) and not is_library(each.__module__)]
+    places = [(_CELL, cell) for each in functions for cell in each.__closure__ or ()]
+    places += [(member, part) for part in own for member in _slots_of(type(part))]
+    slots = [(place, _content(*place)) for place in places]
+    numbers = [
+        (part, part.copy() if isinstance(part, np.ndarray) else part.clone()) for part in filter(_has_numbers, parts)
+    ]
+    try:
+        yield
+    finally:
+        _put_all_back(kept)
+        for weight, were in zip(weights, hooks, strict=True):
+            for name, held in hooks_of_tensor(weight).items():
+                _put_back(held, were.get(name, {}), has_all=True)
+        for (member, part), before in slots:
+            if _content(member, part) is not before:
+                member.__delete__(part) if before is _NOTHING else member.__set__(part, before)
+        for held, was in numbers:
+            if held.shape != was.shape:
+                continue
+            if isinstance(held, np.ndarray):
+                if held.tobytes() != was.tobytes():  # it may be a file
+                    np.copyto(held, was)
+            elif not equal_bits(held, was):
+                held.data.copy_(was)
+
+
+def _is_undone(part: object) -> bool:
+    if isinstance(part, nn.Module):
+        return not isinstance(part, DistributedDataParallel)
+    return are_hooks(part) or not is_library(type(part).__module__)
+
+
+def _has_numbers(part: object) -> bool:
+    if isinstance(part, np.ndarray):
+        return part.flags.writeable and not part.dtype.hasobject and part.nbytes <= _LARGE
+    is_plain = type(part) is Tensor and part.is_leaf and not (part.requires_grad or part.is_inference())
+    return is_plain and isinstance(part, Tensor) and part.layout is torch.strided and part.nbytes <= _LARGE
+
+
+def _slots_of(kind: type) -> Iterator[Any]:
+    for base in kind.__mro__:
+        parts = list(vars(base).values()) if "__slots__" in vars(base) else []
+        yield from (part for part in parts if isinstance(part, MemberDescriptorType))
+
+
+def _content(member: Any, part: Any) -> Any:
+    """What is in a slot or a cell; `_NOTHING` if it is not filled."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return member.__get__(part)
+    return _NOTHING
+
+
+def _kept(holders: Iterable[object], is_own_object: Callable[[object], bool]) -> tuple[list[Any], list[_Kept]]:
+    """What objects and the modules around them hold: all parts, and the places to put back."""
+    holders = list(holders)
+    modules = list(modules_around(holders))
     names = {module.__name__ for module in modules}
     variables = [value for module in modules for value in list(vars(module).values()) if can_be_seen(value)]
     classes = {value: None for value in variables if isinstance(value, type) and value.__module__ in names}
     of_classes = [value for kind in classes for value in list(vars(kind).values())]
-    kept: list[tuple[Any, Any, bool]] = [(kind, dict(vars(kind)), True) for kind in classes]
+    kept: list[_Kept] = [(kind, dict(vars(kind)), True) for kind in classes]
     kept += [(vars(module), dict(vars(module)), True) for module in modules]
     own = {id(value) for value in (*variables, *of_classes)}
-    for part in parts_of(task, *variables, *of_classes):
-        is_own = is_of_user(type(part).__module__) or (id(part) in own and isinstance(part, (*CONTAINERS, *HOLDERS)))
+    parts = list(parts_of(*holders, *variables, *of_classes))
+    for place in [place for part in parts if is_own_object(part) and (place := _place_of(part)) is not None]:
+        own.update((id(place), *map(id, elements(place))))
+    for part in parts:
+        is_own = is_own_object(part) or (id(part) in own and isinstance(part, (*CONTAINERS, *HOLDERS)))
         if (place := _place_of(part)) is not None and length(place) <= _FAR:
             kept.append((place, _copied(place), is_own))
             own.update(map(id, elements(place)) if is_own else ())
-    try:
-        yield
-    finally:
-        has_threads = _has_threads()
-        for place, was, is_own in kept:
-            _put_back(place, was, has_all=is_own and not has_threads)
+    return parts, kept
 
 
-@contextlib.contextmanager
-def numbers_undone(*holders: object) -> Iterator[None]:
-    """Restore afterwards the numbers and tensors that objects, their parts and their modules hold, also in lists.
-
-    Not what is made only once, such as a hook, nor the flag that says so: the next call would make it once more.
-    """
-    variables = [vars(module) for module in modules_around(holders)]
-    parts = parts_of(*holders, *variables, *(value for each in variables for value in list(each.values())))
-    places = [place for part in parts if (place := _place_of(part)) is not None]
-    kept = [(place, _copied(place)) for place in places if not isinstance(place, set) and length(place) <= _FAR]
-    try:
-        yield
-    finally:
-        for place, before in kept:
-            if isinstance(place, dict):
-                for key, value in list(dict.items(place)):
-                    if before.get(key) is not value and _is_number(value) and _is_number(before.get(key)):
-                        _put_back_entry(place, key, before)
-            elif all(map(_is_number, (*before, *place))):
-                place.clear()
-                place.extend(before)
-
-
-def _is_number(value: object) -> bool:
-    return value is None or type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad)
+def _put_all_back(kept: list[_Kept]) -> None:
+    has_threads = _has_threads()
+    for place, was, is_own in kept:
+        _put_back(place, was, has_all=is_own and not has_threads)
 
 
 def _place_of(part: Any) -> Any:
