@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.objects.attributes import Attributes
 
 _LOOKED_AT = 2  # steps in which changes are looked for
 _SIMPLE = (bool, int, float, str, type(None))

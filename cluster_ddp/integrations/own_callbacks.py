@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState
 
 from cluster_ddp.integrations.derived_trainer import can_be_kept, plain, put_into
+from cluster_ddp.train.objects.syntax import assigned, is_of_clock
 from cluster_ddp.train.own.watch.bodies import tree_of_object
-from cluster_ddp.train.state.syntax import assigned, is_of_clock
 
 _OTHERS = {"transformers", __name__.partition(".")[0]}
 

@@ -30,7 +30,7 @@ cluster_ddp_fail() {
         # shellcheck source=/dev/null
         (set +eu +o posix && . "@policy@" "$cluster_ddp_run" "$@") &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
-    elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run so far
+    elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run known
         sleep 10
         [[ $(timeout 60 scontrol show job -o "$SLURM_JOB_ID") != *JobState=RUNNING* ]] ||
             timeout 60 scontrol requeue "$SLURM_JOB_ID"

@@ -15,8 +15,8 @@ task_rank, script, public         ranks that train a task, scripts that join a r
 probe, profiling                  could a task start, asked on the login node; train.profile
 
 data/      samples and their order        metrics/   what is logged
-state/     what checkpoints hold          own/       custom training loops
-ranks/     processes that train together
+state/     what checkpoints hold          objects/   what the user's objects hold
+ranks/     processes that train together  own/       custom training loops
 
 The public names are listed in `cluster_ddp.train.public` and imported lazily: login nodes import this package without
 torch.

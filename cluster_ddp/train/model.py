@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.objects.comm_hooks import states_of_hooks, watch_comm_hooks
+from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World, all_gather
 from cluster_ddp.train.refusals import (
@@ -34,9 +36,7 @@ from cluster_ddp.train.refusals import (
     refuse_sparse,
     refuse_trained_in_8_bits,
 )
-from cluster_ddp.train.state.comm_hooks import states_of_hooks, watch_comm_hooks
 from cluster_ddp.train.state.stateful import Stateful, copied
-from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.state.undoing import wholly_undone
 from cluster_ddp.train.step import run_backward
 

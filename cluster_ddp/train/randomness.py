@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster_ddp.train.state.inner_parts import PLAIN, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.objects.inner_parts import PLAIN, can_be_seen, elements, inner_parts, length
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _WORD = (1 << 64) - 1

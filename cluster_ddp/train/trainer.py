@@ -28,6 +28,7 @@ from cluster_ddp.train.metric_names import metric_names
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
+from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.overlap import Overlap
 from cluster_ddp.train.precision import choose_precision, make_scaler, set_backends
 from cluster_ddp.train.profiling import Profiler
@@ -39,7 +40,6 @@ from cluster_ddp.train.ranks.stop import AT_ONCE
 from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session
-from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
 from cluster_ddp.train.task import Task, expect_type

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from train_ranks import preload, run_ranks
 
 from cluster_ddp.train import join_run
-from cluster_ddp.train.state.attributes import Attributes
-from cluster_ddp.train.state.held import of_module
+from cluster_ddp.train.objects.attributes import Attributes
+from cluster_ddp.train.objects.held import of_module
 
 
 def train(place: Path, attempt: int, at: int | None) -> str | None:

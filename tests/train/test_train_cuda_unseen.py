@@ -21,8 +21,8 @@ from cluster_ddp.checkpoint.replicas import sum_of, sum_on_host, tensor_digests
 from cluster_ddp.train.data.loader import to_device
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.metrics.log import copies_for_log
+from cluster_ddp.train.objects.packing import Packer, Unpacker, comparable
 from cluster_ddp.train.randomness import keep_generators
-from cluster_ddp.train.state.packing import Packer, Unpacker, comparable
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients

@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
+from cluster_ddp.train.objects.attributes import Attributes
+from cluster_ddp.train.objects.held import of_module
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.twins import twins
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
 from cluster_ddp.train.own.watch.overlooked import watch_overlooked
-from cluster_ddp.train.state.attributes import Attributes
-from cluster_ddp.train.state.held import of_module
 
 
 class Average(nn.Module):

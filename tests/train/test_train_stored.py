@@ -21,7 +21,7 @@ from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.run.events import read_events
-from cluster_ddp.train.state.packing import Packer, Unpacker
+from cluster_ddp.train.objects.packing import Packer, Unpacker
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import State
 

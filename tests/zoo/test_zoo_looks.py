@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.objects.attributes import Attributes
 from cluster_ddp.train.state.watching import Watch
 
 

@@ -18,10 +18,10 @@ import torch.utils.data
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
-from cluster_ddp.train.state.kinds import is_plain
-from cluster_ddp.train.state.only_written import codes_of
+from cluster_ddp.train.objects.contents import contents
+from cluster_ddp.train.objects.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
+from cluster_ddp.train.objects.kinds import is_plain
+from cluster_ddp.train.objects.only_written import codes_of
 from cluster_ddp.train.whose_code import is_of_user
 from cluster_ddp.words import listed
 

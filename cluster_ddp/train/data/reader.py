@@ -23,9 +23,9 @@ from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.seeded_reads import Collate
 from cluster_ddp.train.data.sets import copied
 from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, drawn, mix, parts_of, seed_host
 from cluster_ddp.train.ranks.distributed import find_world
-from cluster_ddp.train.state.surroundings import generators_around
 
 Place = tuple[int, int]  # the epoch, and the number of its items used so far
 

@@ -16,6 +16,7 @@ from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.sets import fetches_by_batch, is_plain_rows, unwrapped
 from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.randomness import (
     HOST_GENERATORS,
     OwnGenerators,
@@ -26,7 +27,6 @@ from cluster_ddp.train.randomness import (
     seed_one,
     watch,
 )
-from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.words import listed
 
 ALL_GENERATORS = tuple(range(len(HOST_GENERATORS)))

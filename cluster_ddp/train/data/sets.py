@@ -16,10 +16,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.objects.inner_parts import elements, has_attributes, length
+from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import find_world
-from cluster_ddp.train.state.inner_parts import elements, has_attributes, length
-from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.whose_code import is_of_user
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.objects.packing import Packer, Unpacker
 from cluster_ddp.train.own.values import tensors_in
 from cluster_ddp.train.ranks.distributed import all_gather_object, find_world
-from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _SHARED = (int, float, complex, str, bytes, type(None))
 

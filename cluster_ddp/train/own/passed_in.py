@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.objects.comparing import equal_bits
+from cluster_ddp.train.objects.packing import Packer, Unpacker
 from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
@@ -21,9 +23,7 @@ from cluster_ddp.train.own.wrappers import bare_of, ddp_of
 from cluster_ddp.train.own.wrapping import refuse_sharded, refuse_unobservable, refuse_unwrapped
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.refusals import MODULE_BUFFERS
-from cluster_ddp.train.state.comparing import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
-from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _DEPTH = 4  # how deep to search an optimizer for inner ones
 

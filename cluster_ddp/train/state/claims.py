@@ -10,9 +10,9 @@ import collections
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
-from cluster_ddp.train.state.attributes import Attributes, is_element
-from cluster_ddp.train.state.kinds import is_common
-from cluster_ddp.train.state.snapshot import LENGTH
+from cluster_ddp.train.objects.attributes import Attributes, is_element
+from cluster_ddp.train.objects.kinds import is_common
+from cluster_ddp.train.objects.snapshot import LENGTH
 
 
 class Claims:

@@ -11,13 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.objects.attributes import Attributes, last_part
+from cluster_ddp.train.objects.comparing import is_same
+from cluster_ddp.train.objects.kinds import is_function, is_replaced, is_value, kind_of
+from cluster_ddp.train.objects.snapshot import LENGTH, TRAINED
 from cluster_ddp.train.randomness import keep_generators
-from cluster_ddp.train.state.attributes import Attributes, last_part
-from cluster_ddp.train.state.comparing import is_same
 from cluster_ddp.train.state.holders import Holders
-from cluster_ddp.train.state.kinds import is_function, is_replaced, is_value, kind_of
 from cluster_ddp.train.state.set_before_read import is_within
-from cluster_ddp.train.state.snapshot import LENGTH, TRAINED
 from cluster_ddp.train.state.stateful import copied
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.state.comparing import is_same
+from cluster_ddp.train.objects.comparing import is_same
 
 
 class FirstGroups:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.contents import contents
 from cluster_ddp.train.ranks.distributed import find_world
-from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.position_tables import is_table
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from cluster_ddp.train.state.attributes import Attributes, last_part
-from cluster_ddp.train.state.comparing import is_same
+from cluster_ddp.train.objects.attributes import Attributes, last_part
+from cluster_ddp.train.objects.comparing import is_same
 from cluster_ddp.train.state.unread import is_unread
 
 _NOTHING = object()

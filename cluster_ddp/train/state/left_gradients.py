@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from cluster_ddp.train.objects.comparing import is_nonzero
 from cluster_ddp.train.optimizer import parameters_of
-from cluster_ddp.train.state.comparing import is_nonzero
 
 Gradients = Mapping[str, tuple[Tensor, str]]
 """By name, each weight that has a gradient, and what holds it."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from cluster_ddp.train.state.attributes import OTHER_FLOATS, Attributes, forms_of, is_element, last_part
-from cluster_ddp.train.state.kinds import is_common
-from cluster_ddp.train.state.snapshot import GRADIENT, LENGTH, TRAINED
+from cluster_ddp.train.objects.attributes import OTHER_FLOATS, Attributes, forms_of, is_element, last_part
+from cluster_ddp.train.objects.kinds import is_common
+from cluster_ddp.train.objects.snapshot import GRADIENT, LENGTH, TRAINED
 
 _NOTHING = object()
 

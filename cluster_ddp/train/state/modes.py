@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from cluster_ddp.train.state.held import are_hooks
-from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
-from cluster_ddp.train.state.kinds import is_of_library
-from cluster_ddp.train.state.surroundings import variables_around
+from cluster_ddp.train.objects.held import are_hooks
+from cluster_ddp.train.objects.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, inner_parts
+from cluster_ddp.train.objects.kinds import is_of_library
+from cluster_ddp.train.objects.surroundings import variables_around
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing

@@ -19,16 +19,16 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, memory_of
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.attributes import Attributes
+from cluster_ddp.train.objects.comparing import difference
+from cluster_ddp.train.objects.held import NOT_STATE_OF_OPTIMIZERS, are_hooks, enclosing_methods
+from cluster_ddp.train.objects.inner_parts import inner_parts
+from cluster_ddp.train.objects.only_written import is_only_written
+from cluster_ddp.train.objects.packing import Packer, Unpacker, contiguous_strides
+from cluster_ddp.train.objects.plain import PlainAttributes, is_plain, put, unpacked
 from cluster_ddp.train.optimizer import parameters_of, refuse_broken, refuse_divided
-from cluster_ddp.train.state.attributes import Attributes
-from cluster_ddp.train.state.comparing import difference
 from cluster_ddp.train.state.groups import FirstGroups
-from cluster_ddp.train.state.held import NOT_STATE_OF_OPTIMIZERS, are_hooks, enclosing_methods
-from cluster_ddp.train.state.inner_parts import inner_parts
 from cluster_ddp.train.state.lookup import Lookup
-from cluster_ddp.train.state.only_written import is_only_written
-from cluster_ddp.train.state.packing import Packer, Unpacker, contiguous_strides
-from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpacked
 from cluster_ddp.words import listed
 
 _PREFIX = "optimizer."

@@ -18,11 +18,11 @@ from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import SavePlan, find_aliases, find_overlaps
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.attributes import Attributes
+from cluster_ddp.train.objects.comparing import equal_bits
+from cluster_ddp.train.objects.kinds import kind_of
+from cluster_ddp.train.objects.packing import comparable, without_words
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
-from cluster_ddp.train.state.attributes import Attributes
-from cluster_ddp.train.state.comparing import equal_bits
-from cluster_ddp.train.state.kinds import kind_of
-from cluster_ddp.train.state.packing import comparable, without_words
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import EXTRA, Collected, State
 from cluster_ddp.words import listed

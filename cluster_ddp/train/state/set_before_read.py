@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
-from cluster_ddp.train.state.attributes import Attributes
-from cluster_ddp.train.state.comparing import is_same
-from cluster_ddp.train.state.inner_parts import CONTAINERS
-from cluster_ddp.train.state.liveness import is_read_first, own_parts
-from cluster_ddp.train.state.snapshot import LENGTH
-from cluster_ddp.train.state.syntax import SCOPES
+from cluster_ddp.train.objects.attributes import Attributes
+from cluster_ddp.train.objects.comparing import is_same
+from cluster_ddp.train.objects.inner_parts import CONTAINERS
+from cluster_ddp.train.objects.live_variables import is_read_first, own_parts
+from cluster_ddp.train.objects.snapshot import LENGTH
+from cluster_ddp.train.objects.syntax import SCOPES
 from cluster_ddp.train.whose_code import is_of_user
 
 _CONTAINERS = (dict, collections.OrderedDict, list)

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.comparing import equal_bits
+from cluster_ddp.train.objects.contents import contents
+from cluster_ddp.train.objects.packing import Packer, comparable
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.state.comparing import equal_bits
-from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.packing import Packer, comparable
 
 
 class Stateful(Protocol):

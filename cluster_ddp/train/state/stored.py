@@ -12,8 +12,8 @@ from typing import Any
 
 from cluster_ddp.checkpoint.format import StoredTensor
 from cluster_ddp.run.reading import as_number, as_whole
+from cluster_ddp.train.objects.packing import are_strides, is_packed
 from cluster_ddp.train.state.counts import Counts
-from cluster_ddp.train.state.packing import are_strides, is_packed
 
 _Check = Callable[[Any], bool]
 

@@ -16,27 +16,27 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.data.made_from import Source, code_of_steps
-from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.ranks.communicating import Communicating
-from cluster_ddp.train.state.attributes import Attributes
-from cluster_ddp.train.state.coming_back import of_task
-from cluster_ddp.train.state.counts import Counts
-from cluster_ddp.train.state.held import (
+from cluster_ddp.train.objects.attributes import Attributes
+from cluster_ddp.train.objects.held import (
     enclosing_methods,
     hooks_of_all,
     hooks_of_tensor,
     of_module,
     of_tensor,
 )
+from cluster_ddp.train.objects.inner_parts import inner_parts
+from cluster_ddp.train.objects.packing import Packer, Unpacker
+from cluster_ddp.train.objects.places import names_in
+from cluster_ddp.train.objects.surroundings import settings_of_torch, variables_around
+from cluster_ddp.train.randomness import OwnGenerators
+from cluster_ddp.train.ranks.communicating import Communicating
+from cluster_ddp.train.state.coming_back import of_task
+from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
-from cluster_ddp.train.state.inner_parts import inner_parts
 from cluster_ddp.train.state.model import ModelState
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
-from cluster_ddp.train.state.packing import Packer, Unpacker
-from cluster_ddp.train.state.places import names_in
 from cluster_ddp.train.state.stateful import Averages, Stateful, copied, refuse_not_put_back
-from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.watching import Watch
 from cluster_ddp.train.task import Task, expect_type

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from cluster_ddp.train.objects.comparing import equal_bits
+from cluster_ddp.train.objects.held import are_hooks, enclosing_methods, hooks_of_tensor
+from cluster_ddp.train.objects.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
+from cluster_ddp.train.objects.surroundings import modules_around
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.state.comparing import equal_bits
-from cluster_ddp.train.state.held import are_hooks, enclosing_methods, hooks_of_tensor
-from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
-from cluster_ddp.train.state.surroundings import modules_around
 from cluster_ddp.train.whose_code import is_library, is_of_user
 
 _FAR = 1_000_000  # longer lists and dicts are left alone

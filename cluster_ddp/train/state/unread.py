@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from cluster_ddp.train.state.only_written import codes_of
+from cluster_ddp.train.objects.only_written import codes_of
+from cluster_ddp.train.objects.syntax import FUNCTIONS
 from cluster_ddp.train.state.set_before_read import reads_before_setting, trees_with
-from cluster_ddp.train.state.syntax import FUNCTIONS
 from cluster_ddp.train.task import Task
 from cluster_ddp.train.whose_code import is_of_user
 

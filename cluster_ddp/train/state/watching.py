@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster_ddp.train.state.attributes import Attributes, last_part
+from cluster_ddp.train.objects.attributes import Attributes, last_part
+from cluster_ddp.train.objects.comparing import other_forms
+from cluster_ddp.train.objects.kinds import is_value
+from cluster_ddp.train.objects.only_written import is_asked_for
+from cluster_ddp.train.objects.packing import sets_out_of_order
+from cluster_ddp.train.objects.snapshot import GRADIENT
 from cluster_ddp.train.state.claims import Claims
 from cluster_ddp.train.state.coming_back import ComingBack
-from cluster_ddp.train.state.comparing import other_forms
 from cluster_ddp.train.state.holders import Holders
-from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.left_gradients import LeftGradients, gradients_in
 from cluster_ddp.train.state.lookup import Lookup
-from cluster_ddp.train.state.only_written import is_asked_for
-from cluster_ddp.train.state.packing import sets_out_of_order
 from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.set_before_read import is_caught, is_length_of, is_within, set_before_read
-from cluster_ddp.train.state.snapshot import GRADIENT
 from cluster_ddp.train.task import Task
 
 _COPIED = 1 << 30  # bytes of state that are copied at most to find out what loading makes

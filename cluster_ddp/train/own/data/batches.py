@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import as_it_is
 from cluster_ddp.train.errors import DataError, TrainError
+from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.own.data.held_data import held_data
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy, inside
 from cluster_ddp.train.own.data.order import Order, indices_in, name_of_order
@@ -22,7 +23,6 @@ from cluster_ddp.train.own.data.stream_batches import StreamBatches
 from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, parts_of, seed_host
 from cluster_ddp.train.ranks.distributed import all_gather_object, broadcast_object
-from cluster_ddp.train.state.surroundings import generators_around
 
 Key = tuple[int, Any]  # the epoch, and the indices of a batch
 

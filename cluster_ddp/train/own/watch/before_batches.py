@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from cluster_ddp.train.objects.syntax import assigned, name_of
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.values import addresses, has_tensors, tensors_in
 from cluster_ddp.train.own.watch.bodies import Text, in_running, value_or_none
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.state.syntax import assigned, name_of
 
 
 def watch_before_batches(passed_in: PassedIn, kept: KeptValues, report: Report) -> Iterator[None]:

@@ -6,14 +6,14 @@ import ast
 from collections.abc import Iterator
 from types import FrameType
 
+from cluster_ddp.train.objects.live_variables import is_read_first, names_read
+from cluster_ddp.train.objects.syntax import assigned, below, nodes_around
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_variables, variables_of
 from cluster_ddp.train.own.values import differing, fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.bodies import Text, in_running
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import how_to_keep
-from cluster_ddp.train.state.liveness import is_read_first, names_read
-from cluster_ddp.train.state.syntax import assigned, below, nodes_around
 
 _ENVIRONMENTS = {"Env", "VectorEnv"}
 

@@ -14,6 +14,23 @@ from typing import Any
 
 from torch import nn
 
+from cluster_ddp.train.objects.live_variables import is_read_first, names_read
+from cluster_ddp.train.objects.syntax import (
+    added_to,
+    assigned,
+    begins_with_number,
+    below,
+    counted,
+    holder_of,
+    is_gradient,
+    is_held,
+    is_of_clock,
+    is_read,
+    name_of,
+    name_to_keep,
+    nodes_around,
+    statement_of,
+)
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
@@ -31,23 +48,6 @@ from cluster_ddp.train.own.watch.bodies import (
 from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, sets_rate
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
-from cluster_ddp.train.state.liveness import is_read_first, names_read
-from cluster_ddp.train.state.syntax import (
-    added_to,
-    assigned,
-    begins_with_number,
-    below,
-    counted,
-    holder_of,
-    is_gradient,
-    is_held,
-    is_of_clock,
-    is_read,
-    name_of,
-    name_to_keep,
-    nodes_around,
-    statement_of,
-)
 from cluster_ddp.train.whose_code import is_library_file
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")

@@ -10,6 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from cluster_ddp.train.objects.syntax import (
+    FUNCTIONS,
+    FunctionNode,
+    assigned,
+    begins_with_number,
+    built_on_itself,
+    is_held,
+    is_of_clock,
+    name_of,
+)
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import (
     found_or_nothing,
@@ -30,16 +40,6 @@ from cluster_ddp.train.own.watch.bodies import (
 from cluster_ddp.train.own.watch.matters import compared_in, is_best, rates_in, rating_in, sets_rate
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
-from cluster_ddp.train.state.syntax import (
-    FUNCTIONS,
-    FunctionNode,
-    assigned,
-    begins_with_number,
-    built_on_itself,
-    is_held,
-    is_of_clock,
-    name_of,
-)
 from cluster_ddp.train.whose_code import is_own_class
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cluster_ddp.train.objects.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.passed_in import PassedIn
@@ -30,7 +31,6 @@ from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.own.watch.schedulers import watch_other_schedulers, watch_schedules
 from cluster_ddp.train.own.watch.sources import watch_sources
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.state.comm_hooks import watch_comm_hooks
 
 
 class FirstSteps:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from cluster_ddp.train.objects.comparing import is_nonzero
 from cluster_ddp.train.optimizer import parameters_of
-from cluster_ddp.train.state.comparing import is_nonzero
 
 
 class CarriedGradients:

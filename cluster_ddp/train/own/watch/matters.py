@@ -7,8 +7,7 @@ import re
 from collections.abc import Container, Iterator
 from typing import NamedTuple
 
-from cluster_ddp.train.own.watch.bodies import Text
-from cluster_ddp.train.state.syntax import (
+from cluster_ddp.train.objects.syntax import (
     FunctionNode,
     added_to,
     assigned,
@@ -21,6 +20,7 @@ from cluster_ddp.train.state.syntax import (
     nodes_around,
     statement_of,
 )
+from cluster_ddp.train.own.watch.bodies import Text
 
 _UPDATING = re.compile(r"clip_grad_(norm|value)_$|\.data\.\w+_$|(sch|plateau|lr)\w*\.step$", re.IGNORECASE)
 _BOUNDS = {"min", "max"}

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from cluster_ddp.train.objects.attributes import last_part
+from cluster_ddp.train.objects.syntax import name_of
 from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
@@ -19,9 +21,7 @@ from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.bodies import program_files, read_once, source_of, tree_of
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.state.attributes import last_part
 from cluster_ddp.train.state.set_before_read import is_only_read_where_set
-from cluster_ddp.train.state.syntax import name_of
 
 _ARRAYS = (np.ndarray, Tensor)
 _FILLED = (list, collections.deque, *_ARRAYS)

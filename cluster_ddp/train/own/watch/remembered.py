@@ -11,12 +11,8 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object, value_or_none, with_parents
-from cluster_ddp.train.own.watch.matters import feeding_loss, sets_rate_of_optimizer
-from cluster_ddp.train.own.watch.reported import Reported
-from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
-from cluster_ddp.train.state.liveness import is_read_first, names_read
-from cluster_ddp.train.state.syntax import (
+from cluster_ddp.train.objects.live_variables import is_read_first, names_read
+from cluster_ddp.train.objects.syntax import (
     added_to,
     assigned,
     below,
@@ -29,6 +25,10 @@ from cluster_ddp.train.state.syntax import (
     statement_of,
     taken_from,
 )
+from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object, value_or_none, with_parents
+from cluster_ddp.train.own.watch.matters import feeding_loss, sets_rate_of_optimizer
+from cluster_ddp.train.own.watch.reported import Reported
+from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
 from cluster_ddp.train.whose_code import is_library_file, is_ours
 
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from cluster_ddp.train.objects.syntax import assigned, begins_with_number, below, counted, name_of
 from cluster_ddp.train.own.watch.bodies import Text, in_running, value_of
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.state.syntax import assigned, begins_with_number, below, counted, name_of
 
 _RANGES = {"range", "trange", "count"}
 _WRAPPERS = {"tqdm", "track"}

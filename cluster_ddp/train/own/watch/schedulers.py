@@ -12,10 +12,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from cluster_ddp.train.objects.syntax import built_on_itself, taken_from
 from cluster_ddp.train.own.program import living, reachable
 from cluster_ddp.train.own.watch.bodies import tree_of_object
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.state.syntax import built_on_itself, taken_from
 from cluster_ddp.train.whose_code import is_library_file
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in

@@ -18,10 +18,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from cluster_ddp.train.state.comm_hooks import states_of_hooks
-from cluster_ddp.train.state.inner_parts import inner_parts
-from cluster_ddp.train.state.kinds import is_of_library
-from cluster_ddp.train.state.only_written import codes_of
+from cluster_ddp.train.objects.comm_hooks import states_of_hooks
+from cluster_ddp.train.objects.inner_parts import inner_parts
+from cluster_ddp.train.objects.kinds import is_of_library
+from cluster_ddp.train.objects.only_written import codes_of
 from cluster_ddp.train.whose_code import is_library
 
 # Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its

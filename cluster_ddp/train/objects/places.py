@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.plan import memory_of
 from cluster_ddp.train.data.fingerprint import drawn_to
-from cluster_ddp.train.state.comparing import Place
+from cluster_ddp.train.objects.comparing import Place
 
 _NOT_BEGUN, _ENDED = "not begun", "ended"
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
-from cluster_ddp.train.state.kinds import is_plain
-from cluster_ddp.train.state.plain import is_device
+from cluster_ddp.train.objects.kinds import is_plain
+from cluster_ddp.train.objects.plain import is_device
 
 _WIDTH = 100  # how many elements of lists are looked at one by one
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
-from cluster_ddp.train.state.inner_parts import inner_parts
+from cluster_ddp.train.objects.inner_parts import inner_parts
 
 
 def watch_comm_hooks(wrapped: Sequence[DistributedDataParallel], warn: Callable[[str], None]) -> Iterator[None]:

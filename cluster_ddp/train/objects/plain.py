@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.only_written import is_only_written
+from cluster_ddp.train.objects.packing import Packer, Unpacker
 from cluster_ddp.train.optimizer import parameters_of
-from cluster_ddp.train.state.only_written import is_only_written
-from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _PLAIN = (bool, int, float, str, type(None))
 _DEPTH, _MAX_LEAVES = 6, 10_000  # maximum nesting, and maximum count of numbers and strings in an attribute

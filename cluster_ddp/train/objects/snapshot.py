@@ -24,11 +24,10 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.weak import TensorWeakRef
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.randomness import GENERATORS
-from cluster_ddp.train.state.comparing import Place
-from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
-from cluster_ddp.train.state.inner_parts import (
+from cluster_ddp.train.objects.comparing import Place
+from cluster_ddp.train.objects.contents import contents
+from cluster_ddp.train.objects.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
+from cluster_ddp.train.objects.inner_parts import (
     CONTAINERS,
     can_be_seen,
     compiled_numbers,
@@ -37,7 +36,7 @@ from cluster_ddp.train.state.inner_parts import (
     inner_parts,
     length,
 )
-from cluster_ddp.train.state.kinds import (
+from cluster_ddp.train.objects.kinds import (
     SEEN_INTO,
     is_of_library,
     is_plain,
@@ -46,7 +45,7 @@ from cluster_ddp.train.state.kinds import (
     kind_of,
     may_take_turns,
 )
-from cluster_ddp.train.state.places import (
+from cluster_ddp.train.objects.places import (
     is_iterator,
     number_of_children,
     place_in_file,
@@ -54,6 +53,7 @@ from cluster_ddp.train.state.places import (
     place_of_generator,
     place_of_tensor,
 )
+from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.whose_code import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one

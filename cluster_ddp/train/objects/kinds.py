@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.state.inner_parts import HOLDERS, PLAIN, elements, is_bound, length
+from cluster_ddp.train.objects.inner_parts import HOLDERS, PLAIN, elements, is_bound, length
 from cluster_ddp.train.whose_code import is_library
 
 _DEPTH, _WIDTH, _FAR = 10, 100, 1_000_000  # of what counts as small

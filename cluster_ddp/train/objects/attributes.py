@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cluster_ddp.train.state.comparing import Place, equal_bits, is_alike, is_nonzero, is_same, may_be_alike
-from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.kinds import is_common, is_replaced, is_value
-from cluster_ddp.train.state.snapshot import GRADIENT, GROUPS, LENGTH, Snapshot
+from cluster_ddp.train.objects.comparing import Place, equal_bits, is_alike, is_nonzero, is_same, may_be_alike
+from cluster_ddp.train.objects.contents import contents
+from cluster_ddp.train.objects.kinds import is_common, is_replaced, is_value
+from cluster_ddp.train.objects.snapshot import GRADIENT, GROUPS, LENGTH, Snapshot
 
 _LISTS = (list, dict, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
 # Numbers with which NumPy computes in another precision than with those of Python.

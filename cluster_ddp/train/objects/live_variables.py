@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from cluster_ddp.train.state.syntax import SCOPES, added_to, assigned, holder_of, is_read, name_of
+from cluster_ddp.train.objects.syntax import SCOPES, added_to, assigned, holder_of, is_read, name_of
 
 _Uses = Mapping[ast.AST, set[str]]
 _PLACES = (ast.Name, ast.Attribute, ast.Subscript)
