@@ -374,7 +374,7 @@ def main() -> None:
 
     print(f"{'seconds':58}{'median':>9}{'fastest':>9}{'slowest':>9}   {options.rounds} rounds, {NODES} nodes x 1 rank")
     show("bare torchrun: start to first step", [times.bare for times in rounds])
-    show("cluster_ddp: start to first step", [times.ours for times in rounds])
+    show("cluster-ddp: start to first step", [times.ours for times in rounds])
     show("    of it: to the node programs", [times.to_nodes for times in rounds])
     show("    of it: to the restored state", [times.to_state for times in rounds])
     show("ratio (to reach: 1.1)", [times.ours / times.bare for times in rounds])

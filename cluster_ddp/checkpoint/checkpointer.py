@@ -318,7 +318,7 @@ class Checkpointer:
             if self._writer.carry_out(save, shard_bytes, digest.by_kind()):
                 self.last_saved, self._durable = save.step, True
         except Exception as error:
-            say(f"cluster_ddp: the save of step {save.step} was given up: {error or type(error).__name__}")
+            say(f"cluster-ddp: the save of step {save.step} was given up: {error or type(error).__name__}")
 
     def _shard(self, digest: ReplicaDigest) -> memoryview:
         """The bytes of this rank's shard, once it is sure that they are those at the call of `save`."""
@@ -356,9 +356,9 @@ class Checkpointer:
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
         """Report an event; one that cannot be recorded (say, on a full disk) is retried with the next one."""
         if event == events.CHECKPOINT_FAILED:
-            say(f"cluster_ddp: {failed_save(fields)}; {self._what_now(is_last=bool(fields['last']))}")
+            say(f"cluster-ddp: {failed_save(fields)}; {self._what_now(is_last=bool(fields['last']))}")
         elif event == events.CHECKPOINT_DAMAGED:
-            say(f"cluster_ddp: the checkpoint of step {fields['step']} is skipped: {'; '.join(fields['problems'])}")
+            say(f"cluster-ddp: the checkpoint of step {fields['step']} is skipped: {'; '.join(fields['problems'])}")
         with self._reporting:
             self._unreported.append((event, fields))
             try:
@@ -366,7 +366,7 @@ class Checkpointer:
                     self._unreported.popleft()
             except Exception as error:
                 self._unreported.popleft()
-                say(f"cluster_ddp: cannot report {event}: {error!r}")
+                say(f"cluster-ddp: cannot report {event}: {error!r}")
             return not self._unreported
 
     def _what_now(self, *, is_last: bool) -> str:

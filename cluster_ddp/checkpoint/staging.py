@@ -140,7 +140,7 @@ def _pin(memory: Tensor) -> bool:
         problem = str(error)
     if problem is not None:
         say(
-            f"cluster_ddp: the memory for checkpoints cannot be pinned: {problem}\n"
+            f"cluster-ddp: the memory for checkpoints cannot be pinned: {problem}\n"
             "    saving works without it, and blocks training for longer"
         )
     return problem is None

@@ -200,7 +200,7 @@ class RepeatedSteps:
         if self._repeated:
             first, last = min(self._repeated), max(self._repeated)
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
-            say(f"cluster_ddp: {self.number} {steps} is the same as before the resume", sys.stdout)
+            say(f"cluster-ddp: {self.number} {steps} is the same as before the resume", sys.stdout)
             self._repeated.clear()
 
 

@@ -112,7 +112,7 @@ class Saving:
         if seconds is not None and (self._seconds is None or seconds < self._seconds):
             self._seconds = seconds
             print(
-                "cluster_ddp: the last save of an attempt before this one was cut short: saving every "
+                "cluster-ddp: the last save of an attempt before this one was cut short: saving every "
                 f"{seconds:.0f} s until checkpoint: is set accordingly"
             )
 
@@ -297,7 +297,7 @@ class Saving:
     def warn(self, message: str) -> None:
         """Print a warning on rank 0, and record it for `status`."""
         if self._rank == 0:
-            say(f"cluster_ddp: {message}")
+            say(f"cluster-ddp: {message}")
             self._report(WARNING, {"rank": self._rank, "message": message})
 
     def _report(self, event: str, fields: dict[str, Any]) -> bool:

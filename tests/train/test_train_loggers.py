@@ -152,7 +152,7 @@ def test_a_logger_that_fails_is_told_once_and_ends_no_training(capsys: pytest.Ca
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert all(
-        "cluster_ddp: FullDisk has failed (OSError: [Errno 28] No space left on device)" in line for line in said
+        "cluster-ddp: FullDisk has failed (OSError: [Errno 28] No space left on device)" in line for line in said
     )
 
 

@@ -19,11 +19,11 @@ from cluster_ddp.launch.torchrun.exits import StartedRank
 from cluster_ddp.run.phase import Phase
 
 # How an error begins on standard error: Python's, or the trainer's own message, which may have several lines.
-_BEGINS_ERROR = re.compile(r"(?:Exception Group )?Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
+_BEGINS_ERROR = re.compile(r"(?:Exception Group )?Traceback \(most|cluster-ddp: rank \d+(:| ends because )")
 _GROUP = re.compile(r" +\+ Exception Group Traceback")
 _OF_GROUP = re.compile(r"^ +[|+] ?")  # in front of each line of its traceback
 _CPP_WHAT = re.compile(r"  what\(\): .*\w")  # the message of a C++ exception that nobody caught
-_OWN_PREFIX = re.compile(r"^cluster_ddp: rank \d+: ")
+_OWN_PREFIX = re.compile(r"^cluster-ddp: rank \d+: ")
 
 
 @dataclass(frozen=True)

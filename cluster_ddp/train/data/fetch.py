@@ -173,7 +173,7 @@ class Fetcher(SeededReads):
         if self._positions is None and (items := length_of(self._data)) != self._length:
             self._at_first = None
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) has {items} items after a pass, but had "
+                f"cluster-ddp: the training set ({type(self._data).__name__}) has {items} items after a pass, but had "
                 f"{self._length} before: every epoch uses the items that it had when training began. Give it its final "
                 "length, or derive it from IterableDataset"
             )
@@ -184,7 +184,7 @@ class Fetcher(SeededReads):
             if again == was or (self.is_resumed and again != now):
                 return
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) returns different samples after a pass "
+                f"cluster-ddp: the training set ({type(self._data).__name__}) returns different samples after a pass "
                 "than before it, with the same seed: a resume is exact only if whatever changed in it is restored. A "
                 "cache must hold samples before augmentation"
             )

@@ -198,7 +198,7 @@ class Reader:
             return True
         if self._sharded or find_world().is_main:
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) returns different items after a pass "
+                f"cluster-ddp: the training set ({type(self._data).__name__}) returns different items after a pass "
                 "than before it, in the same epoch and with the same seed: a resume is exact only if whatever changed "
                 "in it is restored. Let a pass depend only on set_epoch(epoch), not on how many there were or on what "
                 "they have left"
@@ -217,7 +217,7 @@ class Reader:
         if self._fingerprints(epoch, 0, items + 1)[items:] == self._fingerprints(epoch, items, 1):
             return True
         say(
-            f"cluster_ddp: {type(self._data).__name__}.skip() does not continue with the items that reading would "
+            f"cluster-ddp: {type(self._data).__name__}.skip() does not continue with the items that reading would "
             "return, for instance because skipped items draw random numbers: the items up to the point of the resume "
             "are read and discarded"
         )

@@ -119,7 +119,7 @@ def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:
     worker = get_worker_info()
     if (names := before.changed(after)) and find_world().is_main and (worker is None or worker.id == 0):
         say(
-            f"cluster_ddp: reading the training set ({type(data).__name__}) changes {', '.join(names)}, "
+            f"cluster-ddp: reading the training set ({type(data).__name__}) changes {', '.join(names)}, "
             "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. If it is "
             "only printed or logged, ignore this; otherwise let a sample depend only on its index and on random "
             "numbers"

@@ -60,7 +60,7 @@ class LineFile:
             self._refused = True
 
     def _say(self, text: str) -> None:
-        say(f"cluster_ddp: cannot write {self._path}: {text}")
+        say(f"cluster-ddp: cannot write {self._path}: {text}")
 
 
 class MetricsFile:

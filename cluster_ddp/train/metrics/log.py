@@ -74,7 +74,7 @@ def _could(logger: Logger, do: Callable[[Logger], None]) -> bool:
         do(logger)
     except Exception as error:
         said = one_line(f"{type(logger).__name__} has failed ({type(error).__name__}: {error})")
-        say(f"cluster_ddp: {said}: nothing more is logged there until the next attempt; metrics.jsonl has all values")
+        say(f"cluster-ddp: {said}: nothing more is logged there until the next attempt; metrics.jsonl has all values")
         return False
     return True
 

@@ -84,7 +84,7 @@ class Wandb:
                 raise
             self._run = wandb.init(**arguments, mode="offline", settings=wandb.Settings(**options))
             say(
-                f"cluster_ddp: wandb cannot be reached ({error}); logging offline. When it can be again: "
+                f"cluster-ddp: wandb cannot be reached ({error}); logging offline. When it can be again: "
                 f"wandb sync {Path(self._run.dir).parent}"
             )
         self._run.define_metric("step")

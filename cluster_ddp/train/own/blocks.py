@@ -59,7 +59,7 @@ class Block:
         # A program may have a folder for each fold; one that cluster-ddp started has one directory.
         if _was_stopped.get(self._attempt) or (not self.is_run and any(_was_stopped.values())):
             if find_world().is_main:
-                say("cluster_ddp: the run was stopped in an earlier block of join_run(): the program ends before this")
+                say("cluster-ddp: the run was stopped in an earlier block of join_run(): the program ends before this")
             raise SystemExit(0)
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class Block:
     def leave(self, *, stopped: bool) -> None:
         """Call at the end of a block with a loop; not recorded in a notebook."""
         if stopped and not self.is_run and find_world().is_main:  # else the launcher says so
-            say("cluster_ddp: stopped as requested: run the same program, or the cell, again to continue from here")
+            say("cluster-ddp: stopped as requested: run the same program, or the cell, again to continue from here")
         if not self.may_run_again:
             _was_stopped[self._attempt] = stopped
 

@@ -73,4 +73,4 @@ class Leaving:
         if self._world.is_main:
             self._warn(message)
         else:
-            say(f"cluster_ddp: {message}")
+            say(f"cluster-ddp: {message}")

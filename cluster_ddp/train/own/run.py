@@ -332,7 +332,7 @@ class ScriptRun:
             optimizer.register_step_post_hook(loop.note_update)
         if loop.is_over:
             if self.world.is_main:
-                print(f"cluster_ddp: all {self.step} steps of this run are done: nothing to do", flush=True)
+                print(f"cluster-ddp: all {self.step} steps of this run are done: nothing to do", flush=True)
             raise LeaveBlock
         return loop
 

@@ -182,7 +182,7 @@ def _said_while_waiting(world: World) -> Iterator[None]:
     timer = threading.Timer(
         LATE_SECONDS,
         lambda: say(
-            f"cluster_ddp: rank 0 has waited {LATE_SECONDS:g} s for all {world.world_size} ranks to join: each has to "
+            f"cluster-ddp: rank 0 has waited {LATE_SECONDS:g} s for all {world.world_size} ranks to join: each has to "
             "call join_run() or setup_distributed(), which must not be under `if rank == 0:`; one may also be slow to "
             "start"
         ),

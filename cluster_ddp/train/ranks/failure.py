@@ -50,7 +50,7 @@ def record_failure(
     """
     earlier = _earlier_failure(error, world, writer, attempt)
     if earlier is not None:
-        say(f"cluster_ddp: rank {world.rank} ends because {earlier}")
+        say(f"cluster-ddp: rank {world.rank} ends because {earlier}")
         if process is not None:
             process.beat.fail(Cause.FOLLOWS)
         return
@@ -64,7 +64,7 @@ def record_failure(
         get_error_handler().record_exception(error)
     if not isinstance(error, ClusterDDPError):
         traceback.print_exception(type(error), error, _from_program(error))
-    say(f"cluster_ddp: rank {world.rank}: {text}")
+    say(f"cluster-ddp: rank {world.rank}: {text}")
     if writer is not None:
         comes_back = isinstance(error, ClusterDDPError) and error.comes_back
         writer.write(

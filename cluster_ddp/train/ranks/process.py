@@ -60,7 +60,7 @@ class Beat:
         """End this process if the program has forked it from the rank: both would write the same checkpoints."""
         if os.getpid() != self._pid:
             say(
-                f"cluster_ddp: process {os.getpid()} ends here: the program has forked it (os.fork) from process "
+                f"cluster-ddp: process {os.getpid()} ends here: the program has forked it (os.fork) from process "
                 f"{self._pid}, a rank, and let it train on. Let such a process end with os._exit()"
             )
             os._exit(1)
@@ -149,7 +149,7 @@ def _open_heartbeat() -> HeartbeatFile | None:
         return HeartbeatFile.open(path)
     except (OSError, ValueError) as error:
         say(
-            f"cluster_ddp: cannot open the heartbeat file {path} ({error}): the node's hang watchdog does not see this "
+            f"cluster-ddp: cannot open the heartbeat file {path} ({error}): the node's hang watchdog does not see this "
             "rank, and only signals can ask it to stop"
         )
         return None

@@ -84,7 +84,7 @@ def _meeting_port(backend: str | None) -> int | None:
             return free_port()
         except NoFreePort as error:
             missing = str(error)
-    say(f"cluster_ddp: training in one process: {missing}")
+    say(f"cluster-ddp: training in one process: {missing}")
     return None
 
 
