@@ -79,6 +79,8 @@ def wholly_undone(*holders: object) -> Iterator[None]:
         yield
     finally:
         _put_all_back(kept)
+        if _has_threads():  # flags have not been undone
+            slots, numbers, weights, hooks = [], [], [], []
         for weight, were in zip(weights, hooks, strict=True):
             for name, held in hooks_of_tensor(weight).items():
                 _put_back(held, were.get(name, {}), has_all=True)
