@@ -25,7 +25,7 @@ from cluster_ddp.words import duration, moment
 
 _REFRESH_SECONDS = 2.0
 _UNKNOWN = "unknown (the script does not report any)"
-_STALE_SECONDS = 60.0  # after which it is told that no step has been reported
+_STALE_SECONDS = 60.0  # after which the lack of reported steps is mentioned
 _VALUE_COLUMN = 19  # of the values in the details of one run
 
 
@@ -126,7 +126,7 @@ def _detail(status: RunStatus) -> str:
 
 
 def _ranks(status: RunStatus) -> list[tuple[str, str]]:
-    """Of a training that has not said how it trains."""
+    """The number of ranks, for a run that has not reported its precision and batch yet."""
     return [("ranks", str(status.world_size))] if status.world_size else []
 
 

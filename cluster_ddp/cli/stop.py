@@ -126,7 +126,7 @@ def _take_out_of_queue(run: RunDirectory, last: str | None, *, waits: bool) -> N
 def _advice(run: RunDirectory, status: RunStatus) -> str:
     name = name_for_commands(run)
     if status.record is not None and status.record.via == LAUNCH and status.state is RunState.PENDING:
-        return f" Its nodes still wait for each other; Ctrl-C ends each of them, or all: cluster-ddp cancel {name}"
+        return f" Its nodes are still waiting for each other; to end all of them: cluster-ddp cancel {name}"
     if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
         return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {name}"
     if status.state is RunState.COMPLETED:

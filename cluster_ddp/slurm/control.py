@@ -99,7 +99,7 @@ def requeue_job(task: str, partition: str) -> None:
         if not _is_gone(partition):
             raise
         raise SlurmRefused(
-            f"its partition {partition} was removed (sinfo -s lists those that there are); resume it in a different "
+            f"its partition {partition} was removed (sinfo -s lists what exists); resume it in a different "
             "one with --set slurm.partition=NAME"
         ) from error
 

@@ -173,7 +173,7 @@ class Meeting:
                 f"run {self.run.id}: not all {self.nodes} nodes joined within {patience:.0f} s (launch.join_timeout).\n"
                 f"Missing: {missing}.\n"
                 "Start the same command there, each with its own --node-rank (--print shows them all). If it is "
-                f"running there already, check that that machine sees the same\n{self.run.path}: it has to be on "
+                f"running there already, check that that machine sees the same\n{self.run.path}: it must be on "
                 "storage that all nodes share."
             )
         if missing != self._said:

@@ -56,7 +56,7 @@ def check_before_queue(
     check_writable(runs_dir)
     reason = why_not_shared(runs_dir)
     if reason is not None and spec.slurm.nodes > 1:
-        remark([f"runs_dir: {runs_dir} may not be visible on the nodes: {reason}. It has to be on shared storage"])
+        remark([f"runs_dir: {runs_dir} may not be visible on the nodes: {reason}. It must be on shared storage"])
     sending.check()
     with contextlib.ExitStack() as until_then:
         if program is None:

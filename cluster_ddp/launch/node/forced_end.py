@@ -135,8 +135,8 @@ class ForcedEnd:
                 self._has_told = True
                 who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
                 say(
-                    f"cluster-ddp: training is over, but rank {who} has not exited yet: a thread that is not a daemon "
-                    f"or a process that it has started may still run. It has {patience / 60:.0f} minutes for that"
+                    f"cluster-ddp: training is over, but rank {who} has not exited yet: a non-daemon thread or "
+                    f"a process that it has started may still run. It is killed after {patience / 60:.0f} minutes"
                 )
             return DONE if lingers > patience else None
         patience = _ENDING_SECONDS if self._stopping.level == AT_ONCE else _LINGERING_STOPPED_SECONDS

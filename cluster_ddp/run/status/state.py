@@ -37,7 +37,7 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
     if job is not None and job.state in ACTIVE:
         starting = waits_for(facts, job.job_id) if job.state == "RUNNING" else None
         if starting is not None and _no_attempt_may_follow(history):
-            starting = f"stopping: its job is starting once more, and ends before it trains ({starting})"
+            starting = f"stopping: its job is starting again, and will end before it trains ({starting})"
         ending = _still_there(history, outcome, job)
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting or ending
     if job is not None and job.held:

@@ -19,7 +19,7 @@ class LeaveBlock(BaseException):
 
     def __init__(self) -> None:
         super().__init__(
-            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop has to be in it"
+            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop must be in it"
         )
 
 
