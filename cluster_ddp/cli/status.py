@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.options import Runs
+from cluster_ddp.cli.options import JsonStatus, Runs
 from cluster_ddp.cli.output import say_no_runs, show, show_json
 from cluster_ddp.cli.run_states import show_metrics, sweep_lines
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
@@ -32,7 +32,7 @@ _VALUE_COLUMN = 19  # of the values in the details of one run
 def command(
     runs: Runs = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing more will happen.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; for several runs, a list.")] = False,
+    as_json: JsonStatus = False,
 ) -> None:
     """Show the status of runs: state, step, checkpoint, metrics, lost time."""
     selection = Selection(runs or [])

@@ -6,7 +6,7 @@ import contextlib
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, or_end_job, say_if_copy
+from cluster_ddp.cli.run_states import SLURM_SECONDS, describe_runs, how_to_go_on, or_end_job, say_if_copy
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.printing import say_if_slow
 from cluster_ddp.run.attempt import attempt_is_alive
@@ -42,7 +42,7 @@ def command(run: RunOrSweep) -> None:
     ):
         found = find_run_to_change(run, runs_dir_of(None))
         with contextlib.suppress(SlurmError):  # looking up its state reports this
-            adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
+            adopt_run_jobs(found, seconds=SLURM_SECONDS)
         (status,) = describe_runs([found])
         say_if_copy(found, status.record)
         last_job = ask_to_stop(found, status)

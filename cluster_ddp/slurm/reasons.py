@@ -7,6 +7,9 @@ import re
 from cluster_ddp.slurm.states import SlurmJob
 from cluster_ddp.words import moment
 
+NO_NODE_FITS = "node configuration is not available"
+"""In Slurm's refusal of a job that no node fits, or none that is up."""
+
 _PLAIN = {
     "Priority": "jobs of a higher priority come first",
     "Resources": "waits for nodes to become free",
@@ -153,7 +156,7 @@ _ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions
         "to what your site wants"
     ),
     "nvalid node name": "slurm.nodelist or slurm.exclude: sinfo -N lists the nodes",
-    "node configuration is not available": "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
+    NO_NODE_FITS: "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
     "Memory specification": "slurm.mem: sinfo -o '%P %m' lists what the nodes have, in MiB",
     "reservation": "slurm.reservation: scontrol show reservation",
 }

@@ -72,7 +72,7 @@ def last_output(facts: Facts) -> str:
     name = facts.output_file(facts.job.job_id)
     last = _last_line(facts.history.run.path / name)
     other_cause = last is None or last.startswith("cluster-ddp:") or "slurmstepd: error:" in last
-    by_itself = facts.job.state in ("COMPLETED", "FAILED") and not other_cause
+    by_itself = facts.job.ended_by_itself and not other_cause
     return f"({_quoted(last, name)}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 
 
