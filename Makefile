@@ -15,7 +15,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 UV ?=
 SLURMS ?= "" $(wildcard /opt/slurm-*)
-# Beside the tests that mostly wait for Slurm, more workers than cores pay.
+# More workers than cores, because the tests that start a Slurm cluster mostly wait for it.
 WORKERS ?= 4
 
 BIN := .venv/bin

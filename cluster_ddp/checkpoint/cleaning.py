@@ -9,13 +9,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster_ddp.checkpoint.folders import remove_checkpoint, removed_name, this_process
+from cluster_ddp.checkpoint.folders import is_set_aside, remove_checkpoint, removed_name, this_process
 from cluster_ddp.run.attempt_record import attempt_numbers
 from cluster_ddp.run.directory import RunDirectory, step_of
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.storage import Storage
-
-_SET_ASIDE = ("damaged-step-", "abandoned-step-")
 
 
 class HeavyFolder(NamedTuple):
@@ -39,7 +37,7 @@ def heavy_folders(run: RunDirectory, keep: Collection[int]) -> list[HeavyFolder]
     with contextlib.suppress(FileNotFoundError), os.scandir(run.checkpoints) as entries:
         for entry in entries:
             step = step_of(entry.name)
-            wanted = step not in keep if step is not None else entry.name.startswith(_SET_ASIDE)
+            wanted = step not in keep if step is not None else is_set_aside(entry.name)
             if wanted and entry.is_dir(follow_symlinks=False):
                 found.append(HeavyFolder(Path(entry.path), step, _size(Path(entry.path))))
     return sorted(found)

@@ -16,13 +16,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster_ddp.run.directory import MANIFEST, step_name, step_of
+from cluster_ddp.run.directory import MANIFEST, STEP_PATTERN, step_name, step_of
 from cluster_ddp.run.liveness import identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage
 
-_SET_ASIDE = ("damaged-", "abandoned-")
-_ABANDONED = re.compile(r"abandoned-step-(?P<step>\d{8,18})(-.*)?")
-_OWNED = re.compile(r"(?P<kind>tmp|tmp-removed|replaced)-step-(?P<step>\d{8,18})~(?P<owner>[^~]*(?:~[^~]*){4})")
+_DAMAGED, _ABANDONED = "damaged-", "abandoned-"  # before the name of a checkpoint's folder
+_SET_ASIDE = re.compile(rf"({_DAMAGED}|{_ABANDONED}){STEP_PATTERN}.*")
+_ABANDONED_STEP = re.compile(rf"{_ABANDONED}{STEP_PATTERN}(-.*)?")
+_OWNED = re.compile(rf"(?P<kind>tmp|tmp-removed|replaced)-{STEP_PATTERN}~(?P<owner>[^~]*(?:~[^~]*){{4}})")
 # A process on another machine cannot be looked up: its folder counts as abandoned once unchanged for this long.
 _FOREIGN_AGE = 3600.0  # seconds
 
@@ -47,18 +48,18 @@ def replaced_name(step: int, owner: str) -> str:
 
 def damaged_in(directory: Path) -> list[str]:
     """The names of the checkpoints that were set aside as damaged."""
-    return sorted(name for name in _names_in(directory) if name.startswith("damaged-"))
+    return sorted(name for name in _names_in(directory) if name.startswith(_DAMAGED))
 
 
 def abandoned_in(directory: Path) -> dict[str, int]:
     """The names of the checkpoints that were set aside because they do not count, with their steps."""
-    found = (_ABANDONED.fullmatch(name) for name in sorted(_names_in(directory)))
+    found = (_ABANDONED_STEP.fullmatch(name) for name in sorted(_names_in(directory)))
     return {match[0]: int(match["step"]) for match in found if match}
 
 
 def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
     """Rename a damaged checkpoint so that it is not mistaken for an intact one; returns its new path."""
-    target = _free(directory / f"damaged-{step_name(step)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    target = _free(directory / f"{_DAMAGED}{step_name(step)}-{time.strftime('%Y%m%d-%H%M%S')}")
     storage.rename(directory / step_name(step), target)
     storage.fsync_dir(directory)
     return target
@@ -67,7 +68,7 @@ def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
 def abandoned_path(directory: Path, step: int, attempt: int | None) -> Path:
     """A free name for a checkpoint saved by this attempt that does not count."""
     whose = "" if attempt is None else f"-attempt-{attempt:03d}"
-    return _free(directory / f"abandoned-{step_name(step)}{whose}")
+    return _free(directory / f"{_ABANDONED}{step_name(step)}{whose}")
 
 
 def _free(wanted: Path) -> Path:
@@ -155,10 +156,17 @@ def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[s
     return refused
 
 
+def is_set_aside(name: str) -> bool:
+    """Whether a folder of this name was a checkpoint that was found damaged, or abandoned."""
+    return _SET_ASIDE.fullmatch(name) is not None
+
+
 def unknown_names_in(directory: Path) -> list[str]:
     """Names that are not checkpoints, set aside or not: unfinished, being removed, or not this package's."""
     return sorted(
-        name for name in _names_in(directory) if step_of(name) is None and not name.startswith((*_SET_ASIDE, ".nfs"))
+        name
+        for name in _names_in(directory)
+        if step_of(name) is None and not is_set_aside(name) and not name.startswith(".nfs")
     )
 
 

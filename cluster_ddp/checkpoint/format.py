@@ -259,7 +259,7 @@ def _read(data: bytes) -> Manifest:
     try:
         return _from_body(body)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ManifestDamaged(f"it is not a manifest as cluster_ddp writes it ({error})") from error
+        raise ManifestDamaged(f"it was not written by cluster_ddp, or is damaged ({error})") from error
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:

@@ -238,7 +238,7 @@ def _lineage(directory: Path) -> Lineage:
     if os.path.lexists(directory) and not directory.is_dir():
         raise RunError(
             f"{directory} is not a folder: a run's checkpoints are in a folder of that name. Put it back; if it is "
-            "lost, remove what stands in its place, and a resume trains from step 0"
+            "lost, remove the file that is there instead; a resume then starts at step 0"
         )
     return read_lineage(RunDirectory(directory.parent))
 

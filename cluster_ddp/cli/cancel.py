@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on, or_end_job, say_if_copy
+from cluster_ddp.cli.run_states import SLURM_SECONDS, how_to_go_on, or_end_job, say_if_copy
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -75,7 +75,7 @@ def _stop_last_attempt(run: RunDirectory, history: History) -> None:
 def _cancel_jobs(run: RunDirectory, record: RunRecord | None) -> list[str]:
     job_ids = slurm_job_ids(run)
     try:
-        adopt_run_jobs(run, seconds=PATIENCE_SECONDS)
+        adopt_run_jobs(run, seconds=SLURM_SECONDS)
         job_ids = slurm_job_ids(run)
         own, others = living_jobs(run, query_jobs(job_ids))
         for job in own:

@@ -150,7 +150,7 @@ def _reporting_errors(run: RunDirectory | SweepDirectory) -> Iterator[None]:
     try:
         yield
     except NotADirectoryError as error:
-        what = "is not a folder, as in every run. Put that back, or remove what stands in its place"
+        what = "is not a folder. Put the folder back, or remove the file that is there instead"
         remark([f"{name} is left alone: {error.filename} {what}"])
     except (ClusterDDPError, OSError) as error:
         remark([f"{name}: {error}"])

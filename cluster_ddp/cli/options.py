@@ -51,6 +51,7 @@ Settings = Annotated[
     typer.Option("--set", metavar="A.B=C", help="Override a setting, such as train.lr=0.1. Repeatable."),
 ]
 JsonLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
+JsonStatus = Annotated[bool, typer.Option("--json", help="Print one JSON object; for several runs, a list.")]
 JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 SimulatedNodes = Annotated[
     int | None, typer.Option("--nodes", min=1, metavar="N", help="Nodes to simulate; they meet on loopback.")

@@ -41,7 +41,7 @@ def command(
 
     middle = steps // 2 if stop_after is None else stop_after
     if middle >= steps:
-        raise ClusterDDPError(f"--stop-after {middle} has to be less than --steps {steps}")
+        raise ClusterDDPError(f"--stop-after {middle} must be less than --steps {steps}")
     loaded = load_job(job, settings or ())
     remark(loaded.warnings)
     start = plan_local(loaded.spec, nodes=nodes, procs=procs, gpus=gpus)
@@ -76,7 +76,8 @@ def _in_words(finding: Finding, stop_after: int, folder: Path) -> list[str]:
         ]
     if not finding.repeats:
         cause = (
-            "the program: two runs without a stop differ. Seed what it draws; on GPUs, set train.deterministic: true"
+            "the program: two runs without a stop differ. Seed its random numbers; on GPUs, set "
+            "train.deterministic: true"
         )
     else:
         cause = (

@@ -10,7 +10,7 @@ import typer
 
 from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
 from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, report_ended, say_if_copy
+from cluster_ddp.cli.run_states import SLURM_SECONDS, describe_runs, report_ended, say_if_copy
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
@@ -52,7 +52,7 @@ def command(
         raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
     with contextlib.suppress(SlurmError):  # looking up its state reports this
-        adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
+        adopt_run_jobs(found, seconds=SLURM_SECONDS)
     seen = read_history(found)  # read before the run is judged: what happens from here on is not forgiven
     (status,) = describe_runs([found])
     say_if_copy(found, status.record)

@@ -32,7 +32,7 @@ METRICS_SHOWN = 4
 K = TypeVar("K", bound=Known)
 S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
-PATIENCE_SECONDS = 20.0
+SLURM_SECONDS = 20.0
 """Seconds that a person who asks waits for squeue; the run directories say most of it."""
 
 
@@ -68,13 +68,13 @@ def describe_with(known: Sequence[K], jobs: SlurmJobs, describe: Callable[[K, Sl
 @functools.cache
 def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     """What the accounting knows of jobs that are over; whoever watches asks once."""
-    return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
+    return query_ended_jobs(job_ids, seconds=SLURM_SECONDS)
 
 
 def ask_slurm(known: Sequence[Known]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be queried."""
     try:
-        return ask_about(known, seconds=PATIENCE_SECONDS)
+        return ask_about(known, seconds=SLURM_SECONDS)
     except SlurmError as error:
         first_line = str(error).splitlines()[0]
         inform(f"cluster-ddp: Slurm cannot be queried, showing the run directories only: {first_line}")

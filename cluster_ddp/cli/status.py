@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.options import Runs
+from cluster_ddp.cli.options import JsonStatus, Runs
 from cluster_ddp.cli.output import say_no_runs, show, show_json
 from cluster_ddp.cli.run_states import show_metrics, sweep_lines
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
@@ -25,14 +25,14 @@ from cluster_ddp.words import duration, moment
 
 _REFRESH_SECONDS = 2.0
 _UNKNOWN = "unknown (the script does not report any)"
-_STALE_SECONDS = 60.0  # after which it is told that no step has been reported
+_STALE_SECONDS = 60.0  # after which the lack of reported steps is mentioned
 _VALUE_COLUMN = 19  # of the values in the details of one run
 
 
 def command(
     runs: Runs = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing more will happen.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; for several runs, a list.")] = False,
+    as_json: JsonStatus = False,
 ) -> None:
     """Show the status of runs: state, step, checkpoint, metrics, lost time."""
     selection = Selection(runs or [])
@@ -126,7 +126,7 @@ def _detail(status: RunStatus) -> str:
 
 
 def _ranks(status: RunStatus) -> list[tuple[str, str]]:
-    """Of a training that has not said how it trains."""
+    """The number of ranks, for a run that has not reported its precision and batch yet."""
     return [("ranks", str(status.world_size))] if status.world_size else []
 
 

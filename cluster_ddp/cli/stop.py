@@ -6,7 +6,7 @@ import contextlib
 
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on, or_end_job, say_if_copy
+from cluster_ddp.cli.run_states import SLURM_SECONDS, describe_runs, how_to_go_on, or_end_job, say_if_copy
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.printing import say_if_slow
 from cluster_ddp.run.attempt import attempt_is_alive
@@ -42,7 +42,7 @@ def command(run: RunOrSweep) -> None:
     ):
         found = find_run_to_change(run, runs_dir_of(None))
         with contextlib.suppress(SlurmError):  # looking up its state reports this
-            adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
+            adopt_run_jobs(found, seconds=SLURM_SECONDS)
         (status,) = describe_runs([found])
         say_if_copy(found, status.record)
         last_job = ask_to_stop(found, status)
@@ -126,7 +126,7 @@ def _take_out_of_queue(run: RunDirectory, last: str | None, *, waits: bool) -> N
 def _advice(run: RunDirectory, status: RunStatus) -> str:
     name = name_for_commands(run)
     if status.record is not None and status.record.via == LAUNCH and status.state is RunState.PENDING:
-        return f" Its nodes still wait for each other; Ctrl-C ends each of them, or all: cluster-ddp cancel {name}"
+        return f" Its nodes are still waiting for each other; to end all of them: cluster-ddp cancel {name}"
     if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
         return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {name}"
     if status.state is RunState.COMPLETED:

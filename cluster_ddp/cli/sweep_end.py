@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster_ddp.cli.output import inform
-from cluster_ddp.cli.run_states import PATIENCE_SECONDS
+from cluster_ddp.cli.run_states import SLURM_SECONDS
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
@@ -82,10 +82,10 @@ def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, S
     """Each element, where it stands, and those of its jobs that wait or run and are certainly its own."""
     limit_umask(sweep.path)
     try:
-        adopt_sweep_jobs(sweep, seconds=PATIENCE_SECONDS)
+        adopt_sweep_jobs(sweep, seconds=SLURM_SECONDS)
         known = read_known_elements(sweep, read_sweep(sweep), read_known)
         job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
-        jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
+        jobs = query_jobs(job_ids, seconds=SLURM_SECONDS) if job_ids else {}
     except SlurmError as error:
         raise _may_go_on(sweep, error) from error
     return [(element, describe_element(element, jobs), _living(element, jobs)) for element in known]

@@ -276,8 +276,8 @@ class _Training:
         if changed:
             self._going().warn(
                 f"steps change {', '.join(sorted(changed))} of the {type(self._trainer).__name__}, which no checkpoint "
-                "contains: it starts over after a resume, which is exact only if no step depends on it, as where it is "
-                "only logged. Numbers, tensors, and lists and dicts of these are kept: use those instead"
+                "contains: it starts over after a resume, which is exact only if no step depends on it, for example if "
+                "it is only logged. Numbers, tensors, and lists and dicts of these are kept: use those instead"
             )
 
     def log(self, logs: Mapping[str, Any]) -> None:

@@ -232,7 +232,7 @@ class _Builder:
             if key == "<<" and event.implicit[0]:
                 raise fault(place, "<< (YAML 1.1's merge key)", "extends: another-file.yaml")
             if key in entries:
-                raise fault(place, f"{key}: given twice, first in line {entries[key].place.line}", "once")
+                raise fault(place, f"{key}: given twice, first on line {entries[key].place.line}", "once")
             self.keys.append(key)
             entries[key] = replace(self.node(next(self.events), depth + 1), place=place)
             self.keys.pop()

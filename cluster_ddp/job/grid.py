@@ -124,11 +124,11 @@ def _refuse_keys(keys: Sequence[str], listed: Sequence[Settings]) -> None:
     in_list = {key_of(setting) for settings in listed for setting in settings}
     for number, key in enumerate(keys):
         if key in keys[:number] or key in in_list:
-            raise JobFileError(f"--grid {key}: is given twice\n    allowed: each key once, in --grid or in --list")
+            raise JobFileError(f"--grid {key} is given twice\n    allowed: each key once, in --grid or in --list")
     for key in (*keys, *sorted(in_list)):
         if key.partition(".")[0] not in _MAY_DIFFER:
             raise JobFileError(
-                f"{key}: cannot vary within a sweep: all elements share one batch script and one Slurm "
+                f"{key} cannot vary within a sweep: all elements share one batch script and one Slurm "
                 f"request\n    allowed: keys of {', '.join(_MAY_DIFFER)}; --set {key}=... changes it for all elements"
             )
 

@@ -39,6 +39,12 @@ def existing_signals(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
+ASK_TO_STOP = existing_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""What a terminal, a scheduler or a script sends to all processes of a training to ask it to stop.
+
+Other schedulers and `timeout` announce an end with SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
+"""
+
 ASK_TO_END = existing_signals(
     "SIGHUP", "SIGQUIT", "SIGABRT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGPWR", "SIGUSR1", "SIGUSR2"
 )  # fmt: skip

@@ -130,7 +130,7 @@ def _next_number(history: History, last: AttemptRecord | None) -> int:
         number += 1
     if number > LAST_NUMBER:
         raise RunError(
-            f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
+            f"{run.attempt(LAST_NUMBER).path} has the highest number that an attempt can have. "
             "If it is not an attempt, remove it"
         )
     return number
@@ -237,7 +237,7 @@ def publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], boo
         write_json(storage, draft.record_file, record.to_json())
         replace_file(storage, draft.rendezvous_key, os.urandom(KEY_BYTES), mode=0o600)
         if given_up():
-            raise RunError(f"attempt {record.number} does not begin: it was given up")
+            raise RunError(f"attempt {record.number} was abandoned before it began")
         storage.rename(draft.path, run.attempt(record.number).path)
     except (OSError, RunError) as error:
         storage.rmtree(draft.path)

@@ -47,7 +47,7 @@ def find_code(near: Path, *, leave_out: Path) -> Code:
     if size > MAX_BYTES:
         largest = max(files, key=lambda name: (root / name).lstat().st_size)
         raise RunError(
-            f"launch.snapshot: the code in {root} has {size >> 20} MiB, and at most {MAX_BYTES >> 20} are kept.\n"
+            f"launch.snapshot: the code in {root} takes {size >> 20} MiB; at most {MAX_BYTES >> 20} MiB are kept.\n"
             f"The largest file is {largest}; list files that are not code in .gitignore"
         )
     return Code(root, files, revision, _git(root, "diff", "--binary", "HEAD")[:MAX_BYTES])
@@ -121,6 +121,6 @@ def _git(folder: Path, *arguments: str) -> bytes:
         said = done.stderr.decode(errors="replace").strip()
         raise RunError(
             f"launch.snapshot: {folder}: {said}\n"
-            "The code has to be in a git repository with a commit. Otherwise, omit launch.snapshot"
+            "The code must be in a git repository with a commit. Otherwise, omit launch.snapshot"
         )
     return done.stdout

@@ -15,7 +15,8 @@ from cluster_ddp.run.errors import RunError
 MANIFEST = "manifest.json"  # of a checkpoint, in its folder
 KEY_BYTES = 32  # of the key with which the nodes of an attempt authenticate each other
 SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that contains its runs
-_CHECKPOINT = re.compile(r"step-(\d{8,18})")
+STEP_PATTERN = r"step-(?P<step>\d{8,18})"  # the name of a complete checkpoint's folder
+_CHECKPOINT = re.compile(STEP_PATTERN)
 
 
 class Inside:
@@ -96,6 +97,7 @@ class RunDirectory:
     attempts = Inside("attempts")
     arrivals = Inside("arrivals")  # the nodes that wait for the others, in a start without Slurm
     checkpoints = Inside("checkpoints")
+    tensorboard = Inside("tensorboard")  # TensorBoard's own files
     wandb = Inside("wandb")  # wandb's own files
     code = Inside("code")  # the user's code as it was when the run was made (launch.snapshot)
     code_file = Inside("code.json")  # what that is a copy of

@@ -23,7 +23,7 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage, closing
 
-PATIENCE_SECONDS = 30.0  # seconds that a change waits for the lock
+LOCK_SECONDS = 30.0  # seconds that a change waits for the lock
 SLOW_SECONDS = 5.0  # seconds after which the lock is taken from a holder, alive or not
 _PAUSE = 0.01
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
@@ -51,7 +51,7 @@ def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]
         The folder cannot be written.
     """
     lock = path.with_name(f".{path.name}.holder")
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         draft, fd = _take(storage, lock, deadline)
         try:

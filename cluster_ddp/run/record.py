@@ -120,8 +120,8 @@ def read_record(run: RunDirectory) -> RunRecord:
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RunError(
-            f"{run.record_file} cannot be read: it is not what cluster_ddp writes ({why}). To resume the run, put a "
-            "copy of it back; checkpoints and export work without it"
+            f"{run.record_file} cannot be read: it was not written by cluster_ddp, or is damaged ({why}). To resume "
+            "the run, put a copy of it back; checkpoints and export work without it"
         ) from error
 
 

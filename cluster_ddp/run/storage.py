@@ -173,7 +173,7 @@ def is_mine(path: Path) -> bool:
 
 
 def owner_of(path: Path) -> int | None:
-    """Return the id of the user that a path belongs to; None if unknown, as where storage maps users to nobody."""
+    """Return the id of the user that a path belongs to; None if storage maps users to nobody."""
     try:
         owner = path.lstat().st_uid
     except OSError:

@@ -171,7 +171,7 @@ def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Seq
     first = len(record.elements)
     if first + len(new) > MAX_ELEMENTS:
         raise RunError(
-            f"sweep {sweep.id} would have {first + len(new):,} elements, and at most {MAX_ELEMENTS:,} are possible"
+            f"sweep {sweep.id} would have {first + len(new):,} elements, but at most {MAX_ELEMENTS:,} are allowed"
         )
     names = labels([*(element.settings for element in record.elements), *new])[first:]
     added = [

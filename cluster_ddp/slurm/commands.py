@@ -83,9 +83,7 @@ class SubmissionUnclear(SlurmError):
     """sbatch was called, but it is not known whether its job is in the queue."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what}\nThe job may be in the queue all the same: look with squeue --me before you submit again."
-        )
+        super().__init__(f"{what}\nThe job may have been queued anyway: check squeue --me before you submit again.")
 
 
 def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) -> str:

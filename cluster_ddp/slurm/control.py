@@ -11,6 +11,7 @@ from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, call, call_once
 from cluster_ddp.slurm.job_info import JobInfo, parse_job, unix_time
 from cluster_ddp.slurm.nodelist import NodeListError, expand
+from cluster_ddp.slurm.shown import shown_fields
 from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import LETS_RUN
 
@@ -46,30 +47,40 @@ def max_array_size() -> int:
 def configuration() -> str:
     """Return Slurm's configuration as it was when first asked for; empty if it cannot be queried."""
     try:
-        return call_once(["scontrol", "show", "config"], seconds=_SECONDS / 4)
+        return _ask_configuration(seconds=_SECONDS / 4)
     except SlurmError:
         return ""
 
 
 def cluster_name() -> str | None:
     """Return what Slurm calls this cluster, in lower case, as it does not tell cases apart; None if not known."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", configuration(), re.MULTILINE)
-    return found[1].lower() if found else None
+    name = _setting("ClusterName", configuration())
+    return name.lower() if name else None
 
 
 def hides_jobs_of_others() -> bool:
     """Whether Slurm shows people only their own jobs; False if it cannot be queried."""
-    found = re.search(r"^PrivateData\s*=\s*(\S+)", configuration(), re.MULTILINE)
-    return found is not None and not {"jobs", "all"}.isdisjoint(found[1].lower().split(","))
+    hidden = _setting("PrivateData", configuration()) or ""
+    return not {"jobs", "all"}.isdisjoint(hidden.lower().split(","))
 
 
 def _configured(key: str, *, seconds: float) -> float | None:
     try:
-        config = call_once(["scontrol", "show", "config"], seconds=seconds)
+        config = _ask_configuration(seconds=seconds)
     except SlurmError:
         return None
-    found = re.search(rf"^{key}\s*=\s*(\d+)", config, re.MULTILINE)
-    return float(found[1]) if found else None
+    value = _setting(key, config)
+    return float(value) if value and value.isdecimal() else None
+
+
+def _ask_configuration(*, seconds: float) -> str:
+    return call_once(["scontrol", "show", "config"], seconds=seconds)
+
+
+def _setting(key: str, config: str) -> str | None:
+    """The first word of a setting in what ``scontrol show config`` shows; None if it is not there."""
+    found = re.search(rf"^{key}\s*=[^\S\n]*(\S+)", config, re.MULTILINE)
+    return found[1] if found else None
 
 
 def grace_time(partition: str, qos: str) -> float:
@@ -79,16 +90,14 @@ def grace_time(partition: str, qos: str) -> float:
     """
     seconds = _SECONDS / 4
     try:
-        if re.search(
-            r"^PreemptType\s*=.*qos", call_once(["scontrol", "show", "config"], seconds=seconds), re.MULTILINE
-        ):
+        if "qos" in (_setting("PreemptType", _ask_configuration(seconds=seconds)) or ""):
             shown = call_once(["sacctmgr", "-nP", "show", "qos", qos, "format=GraceTime"], seconds=seconds)
             return float(parse_slurm_time(shown.strip()))
         answer = call_once(["scontrol", "show", "partition", "--all", "-o", partition], seconds=seconds)
     except (SlurmError, ValueError):
         return 0.0
-    found = re.search(r"(?<!\S)GraceTime=(\d+)", answer)
-    return float(found[1]) if found else 0.0
+    grace = shown_fields(answer).get("GraceTime", "")
+    return float(grace) if grace.isdecimal() else 0.0
 
 
 def requeue_job(task: str, partition: str) -> None:
@@ -99,7 +108,7 @@ def requeue_job(task: str, partition: str) -> None:
         if not _is_gone(partition):
             raise
         raise SlurmRefused(
-            f"its partition {partition} was removed (sinfo -s lists those that there are); resume it in a different "
+            f"its partition {partition} was removed (sinfo -s lists what exists); resume it in a different "
             "one with --set slurm.partition=NAME"
         ) from error
 

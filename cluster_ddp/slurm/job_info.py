@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from cluster_ddp.slurm.shown import shown_fields
 from cluster_ddp.slurm.states import LETS_RUN
 
 TIME_LIMIT = "time-limit"
@@ -44,7 +45,7 @@ class JobInfo:
 
 def parse_job(answer: str) -> JobInfo | None:
     """Parse the line of ``scontrol show job -o``; None for an empty or incomplete answer."""
-    fields = dict(reversed(re.findall(r"(?<!\S)(\w+)=(\S*)", answer)))  # the first counts: a comment may say anything
+    fields = shown_fields(answer)
     if not {"JobState", "Restarts"} <= fields.keys():
         return None
     lists = {name: fields.get(name, "") for name in ("ExcNodeList", "ReqNodeList", "NodeList")}

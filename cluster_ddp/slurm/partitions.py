@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import call_once
+from cluster_ddp.slurm.shown import shown_fields
 
 NODES_FORMAT = "%D|%c|%m|%G"
 """What sinfo is asked of nodes that are alike: how many, CPUs, MiB, gres."""
@@ -54,7 +55,7 @@ def ask_nodes(partition: str, *, seconds: float) -> list[NodeKind]:
 
 def parse_partitions(answer: str) -> list[Partition]:
     """Parse the lines of ``scontrol show partition -o``."""
-    fields = [dict(re.findall(r"(?<!\S)(\w+)=(\S*)", line)) for line in answer.splitlines()]
+    fields = [shown_fields(line) for line in answer.splitlines()]
     return [_partition(shown) for shown in fields if shown.get("PartitionName")]
 
 

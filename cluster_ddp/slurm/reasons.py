@@ -7,6 +7,9 @@ import re
 from cluster_ddp.slurm.states import SlurmJob
 from cluster_ddp.words import moment
 
+NO_NODE_FITS = "node configuration is not available"
+"""In Slurm's refusal of a job that no node fits, or none that is up."""
+
 _PLAIN = {
     "Priority": "jobs of a higher priority come first",
     "Resources": "waits for nodes to become free",
@@ -21,37 +24,37 @@ _PLAIN = {
     "BurstBufferStageIn": "its data is being copied to the burst buffer",
     "Dependency": "waits for another job to end",
     "JobArrayTaskLimit": "waits for other jobs of its array: only so many may run at once",
-    "DependencyNeverSatisfied": "never starts: the job that it depends on has not ended as it should",
-    "PartitionDown": "its partition does not start jobs at present (sinfo -s); it starts when it does again",
+    "DependencyNeverSatisfied": "never starts: the job that it depends on did not end as the dependency requires",
+    "PartitionDown": "its partition is not starting jobs now (sinfo -s); this job starts when it does",
     "PartitionInactive": "its partition is closed (sinfo -s); it starts when it is opened again",
-    "PartitionNodeLimit": "does not start: the partition allows fewer nodes, or too few of those that it has are up "
-    "(sinfo)",
-    "PartitionConfig": "does not start: its partition is not for this user (scontrol show partition), or its nodes "
+    "PartitionNodeLimit": "does not start: it asks for more nodes than its partition allows or has up (sinfo)",
+    "PartitionConfig": "does not start: this user may not use its partition (scontrol show partition), or its nodes "
     "have less than the job asks for (sinfo -o '%P %c %m %G'); cancel the run and resume it with other settings",
     "PartitionTimeLimit": "does not start: the partition allows less time; cancel the run and resume it with a shorter "
     "--set slurm.time=TIME (sinfo -o '%P %l' lists what each allows)",
-    "NodeDown": "a node that it needs is down (sinfo -R says why); it starts when that is back",
+    "NodeDown": "a node that it needs is down (sinfo -R says why); it starts when that node is back",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (sinfo -R and scontrol show reservation say "
     "why and until when); it starts when they are back",
     "Reservation": "waits for its reservation to begin, or for nodes in it (scontrol show reservation)",
-    "ReservationDeleted": "does not start: its reservation is no longer there; cancel the run and resume it with "
+    "ReservationDeleted": "does not start: its reservation was deleted; cancel the run and resume it with "
     "--set slurm.reservation=null",
-    "BadConstraints": "never starts: no node that it does not exclude has what it asks for; cancel the run and resume "
-    "it, as a new job",
+    "BadConstraints": "never starts: no node outside its exclude list meets the request; cancel the run and resume it "
+    "as a new job",
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
     "AccountNotAllowed": "does not start: the partition does not allow its account",
-    "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
+    "InvalidQOS": "does not start: its QOS was removed, or its account may not use it; ask whoever runs the cluster",
     "InvalidAccount": "its account is not known (yet): without accounting, Slurm says so for a moment; otherwise ask "
     "whoever runs the cluster",
-    "QOSUsageThreshold": "does not start: the account has used more than its QOS allows; it starts when that has "
-    "decayed (sshare)",
+    "QOSUsageThreshold": "does not start: the account has used more than its QOS allows; it starts when that usage "
+    "has decayed (sshare)",
     "QOSJobLimit": "the QOS limits its jobs; it starts when others have ended",
     "QOSResourceLimit": "the QOS limits its resources; it starts when others have ended",
-    "QOSTimeLimit": "the QOS limits its time; it starts when that has decayed, or never if it asks for more itself",
+    "QOSTimeLimit": "the QOS limits its time; it starts when that usage has decayed, or never if it alone "
+    "asks for more",
     "AssociationJobLimit": "the account limits its jobs; it starts when others have ended",
     "AssociationResourceLimit": "the account limits its resources; it starts when others have ended",
-    "AssociationTimeLimit": "the account limits its time; it starts when that has decayed, or never if it asks for "
-    "more itself",
+    "AssociationTimeLimit": "the account limits its time; it starts when that usage has decayed, or never if it "
+    "alone asks for more",
 }
 _LIMIT = re.compile(r"(QOS|Assoc)(Grp|Max)(.+?)(?:Per(Job|User|Account|Node))?(?:Limit)?")
 _LEAST = re.compile(r"QOSMin(.+?)(?:NotSatisfied)?")
@@ -82,7 +85,7 @@ def why_it_waits(job: SlurmJob) -> str | None:
     """Say what a job in the queue is waiting for, and when Slurm expects it to start; None if Slurm does not say."""
     said = in_words(job.reason)
     if job.state == "CONFIGURING" and said is None:
-        return "Slurm starts its nodes, which have been powered down, or reboots them (CONFIGURING)"
+        return "Slurm is powering up or rebooting its nodes (CONFIGURING)"
     if job.starts is not None:
         return f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
     return said
@@ -109,7 +112,7 @@ def how_to_release(job: SlurmJob) -> str:
 
 def _limit(reason: str) -> str | None:
     if least := _LEAST.fullmatch(reason):
-        return f"does not start: the QOS requires a job to ask for more: {_what(least[1])}"
+        return f"does not start: the QOS requires a job to ask for more {_what(least[1])}"
     if of_account := _OF_ACCOUNT.fullmatch(reason):
         reason = f"QOSMax{of_account[1]}PerAccount"
     match = _LIMIT.fullmatch(reason)
@@ -118,11 +121,11 @@ def _limit(reason: str) -> str | None:
     owner, kind, what, per = match.groups()
     limited = _what(what)
     if per in ("Job", "Node"):
-        return f"does not start: {_OWNER[owner]} allows {_OF_WHOM[per]} less: {limited}"
+        return f"does not start: it asks for more {limited} than {_OWNER[owner]} allows for {_OF_WHOM[per]}"
     whose = _OF_WHOM[per] if per else "all its jobs together" if kind == "Grp" else "one user"
     return (
-        f"{_OWNER[owner]} limits the {limited} of {whose}; it starts when others have ended, or never if it asks for "
-        "more than that itself"
+        f"{_OWNER[owner]} limits the {limited} of {whose}; it starts when others have ended, or never if it "
+        "alone asks for more than that"
     )
 
 
@@ -140,10 +143,10 @@ _ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions
         "a limit of your account or QOS: sacctmgr show assoc user=$USER, sacctmgr show qos"
     ),
     "Invalid account or account/partition": (
-        "slurm.account: those that are yours: sacctmgr show assoc user=$USER format=account,partition"
+        "slurm.account: to list yours: sacctmgr show assoc user=$USER format=account,partition"
     ),
-    "Invalid qos": "slurm.qos: those that are yours: sacctmgr show assoc user=$USER format=account,qos",
-    "partition not available": "slurm.partition: it takes no jobs at present; sinfo -s lists those that are up",
+    "Invalid qos": "slurm.qos: to list yours: sacctmgr show assoc user=$USER format=account,qos",
+    "partition not available": "slurm.partition: it is not taking jobs now; sinfo -s lists those that are up",
     "nvalid partition": "slurm.partition: sinfo -s lists the partitions",
     "time limit": "slurm.time: sinfo -o '%P %l' lists what each partition allows",
     "Invalid feature": "slurm.constraint: sinfo -o '%P %f' lists what the nodes have",
@@ -153,7 +156,7 @@ _ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions
         "to what your site wants"
     ),
     "nvalid node name": "slurm.nodelist or slurm.exclude: sinfo -N lists the nodes",
-    "node configuration is not available": "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
+    NO_NODE_FITS: "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
     "Memory specification": "slurm.mem: sinfo -o '%P %m' lists what the nodes have, in MiB",
     "reservation": "slurm.reservation: scontrol show reservation",
 }

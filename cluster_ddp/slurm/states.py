@@ -53,6 +53,21 @@ class SlurmJob(NamedTuple):
         return self.state in HELD or (self.state in WAITING and _says_held(self.reason))
 
     @property
+    def is_running(self) -> bool:
+        """Whether it runs, and Slurm has not begun to end it."""
+        return self.state == "RUNNING"
+
+    @property
+    def is_completing(self) -> bool:
+        """Whether Slurm is still cleaning up after its end."""
+        return self.state == "COMPLETING"
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether its batch script has exited, with whatever status."""
+        return self.state in ("COMPLETED", "FAILED")
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether its owner or an administrator has cancelled it."""
         return self.state == "CANCELLED"

@@ -29,7 +29,7 @@ from cluster_ddp.run.storage import Storage, write_json
 _NAME = re.compile(r"(\d{1,6})of(\d{1,6})x(\d{1,6})~([0-9a-f]{12})~(.+)")
 _POLL_SECONDS = 0.5
 _TOUCH_SECONDS = 2.0
-_SILENT_SECONDS = 30.0  # network storage may show a touch late
+_ARRIVAL_SECONDS = 30.0  # network storage may show a touch late
 _LATE_SECONDS = 60.0  # for which an attempt may be visible before its arrivals
 _NAMES_SHOWN = 8
 
@@ -173,7 +173,7 @@ class Meeting:
                 f"run {self.run.id}: not all {self.nodes} nodes joined within {patience:.0f} s (launch.join_timeout).\n"
                 f"Missing: {missing}.\n"
                 "Start the same command there, each with its own --node-rank (--print shows them all). If it is "
-                f"running there already, check that that machine sees the same\n{self.run.path}: it has to be on "
+                f"running there already, check that that machine sees the same\n{self.run.path}: it must be on "
                 "storage that all nodes share."
             )
         if missing != self._said:
@@ -209,7 +209,7 @@ class Meeting:
         seen = self._seen.setdefault(arrival.name, _Seen(touched))
         if touched != seen.touched:
             seen.touched, seen.changed = touched, time.monotonic()
-        return seen.changed is not None and time.monotonic() - seen.changed < _SILENT_SECONDS
+        return seen.changed is not None and time.monotonic() - seen.changed < _ARRIVAL_SECONDS
 
     def _refuse_other_sizes(self, waiting: Sequence[Arrival]) -> None:
         for arrival in waiting:

@@ -115,7 +115,7 @@ class ProgramCheck:
         remark(f"{what} (only a note: the lines of launch.setup may change that)" for what in wrong)
         if untried := said.get("untried"):
             remark(
-                [f"of {len(self._names)} different params {untried} were not tried: building the models takes too long"]
+                [f"{untried} of {len(self._names)} different params were not tried: building the models takes too long"]
             )
         return _whole(said.get("bytes"), spec)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import getpass
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cluster_ddp.job.units import format_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call_once
+from cluster_ddp.slurm.control import cluster_name
 from cluster_ddp.slurm.partitions import NodeKind, Partition, ask_nodes, ask_partitions
 from cluster_ddp.submit.base import SubmitError
 
@@ -56,14 +56,12 @@ def ask_cluster() -> Cluster:
     SubmitError
         There is no partition that is up.
     """
-    config = call_once(["scontrol", "show", "config"], seconds=_SECONDS)
     partitions = [partition for partition in ask_partitions(seconds=_SECONDS) if partition.up]
     if not partitions:
         raise SubmitError("no partition of this cluster is up for you; see: sinfo -s")
     partition = next((known for known in partitions if known.default), partitions[0])
-    name = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
     nodes = ask_nodes(partition.name, seconds=_SECONDS)
-    return Cluster(name[1] if name else "this cluster", partition, nodes, _account())
+    return Cluster(cluster_name() or "this cluster", partition, nodes, _account())
 
 
 def first_job(cluster: Cluster) -> str:

@@ -97,7 +97,7 @@ class RunHandle:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (state := self.state).open or state is RunState.HELD:
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"run {self.id} is {state.value} after {timeout:g} s")
+                raise TimeoutError(f"run {self.id} is still {state.value} after {timeout:g} s")
             time.sleep(poll)
         return state
 
@@ -189,7 +189,7 @@ def submit(
     from cluster_ddp.job import load_job
 
     if via not in (*QUEUED, LOCAL):
-        raise SubmitError(f"via={via!r}: has to be one of {', '.join((*QUEUED, LOCAL))}")
+        raise SubmitError(f"via={via!r}: must be one of {', '.join((*QUEUED, LOCAL))}")
     loaded = load_job(fspath(job), settings, check_target=check)
     sending: Submission
     if via == LOCAL:

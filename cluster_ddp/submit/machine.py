@@ -41,7 +41,7 @@ def devices_here(gpus: str | None = None) -> list[str]:
 def _named_devices(gpus: str) -> list[str]:
     devices = [device.strip() for device in gpus.split(",")]
     if not all(device.isdecimal() or device.startswith(("GPU-", "MIG-")) for device in devices):
-        raise SubmitError(f"--gpus {gpus}: is not a list of devices such as 0,1 (or none)")
+        raise SubmitError(f"--gpus {gpus} is not a list of devices such as 0,1 (or none)")
     if len(set(devices)) != len(devices):
         raise SubmitError(f"--gpus {gpus}: give each device once, such as 0,1,3, or none")
     if not _all_devices() and not _torch_has_gpu():

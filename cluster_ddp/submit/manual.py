@@ -296,7 +296,7 @@ def _refuse_unknown_name(master: str) -> None:
 
 def _unknown_name(master: str, why: str) -> str:
     return (
-        f"--master-addr {one_line(master)}: this machine ({socket.gethostname()}) does not know that name ({why}).\n"
+        f"--master-addr {one_line(master)}: this machine ({socket.gethostname()}) cannot resolve that name ({why}).\n"
         "Give the name or address at which all nodes reach node 0, the same on each of them"
     )
 
@@ -307,7 +307,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
     run.refuse_links()
     via = read_record(run).via
     if via != LAUNCH:
-        raise SubmitError(f"{run.path} is a run that was started by {via}: continue it with {resume_command(run.id)}")
+        raise SubmitError(f"{run.path} was started by {via}: continue it with {resume_command(run.id)}")
     there, here = _flat(load_resolved(run.job_file).model_dump()), _flat(spec.model_dump())
     differing = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
     if differing:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
 from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
+from cluster_ddp.slurm.reasons import NO_NODE_FITS
 from cluster_ddp.submit.base import Submission, SubmitError, check_writable
 from cluster_ddp.submit.check_program import ProgramCheck
 from cluster_ddp.submit.partition_limits import Misfit, find_partition, misfits
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SECONDS = 5.0
 # A job that is actually submitted then waits until nodes are back; whether any node fits at all was checked before.
-_MAY_CHANGE = ("node configuration is not available", "DOWN, DRAINED")
+_MAY_CHANGE = (NO_NODE_FITS, "DOWN, DRAINED")
 
 
 def check_before_queue(
@@ -56,7 +57,7 @@ def check_before_queue(
     check_writable(runs_dir)
     reason = why_not_shared(runs_dir)
     if reason is not None and spec.slurm.nodes > 1:
-        remark([f"runs_dir: {runs_dir} may not be visible on the nodes: {reason}. It has to be on shared storage"])
+        remark([f"runs_dir: {runs_dir} may not be visible on the nodes: {reason}. It must be on shared storage"])
     sending.check()
     with contextlib.ExitStack() as until_then:
         if program is None:

@@ -12,7 +12,7 @@ from typing import Protocol, TextIO
 
 from cluster_ddp.launch.keeper.job_step import node_program
 from cluster_ddp.launch.node.reaper import SAVE_SECONDS
-from cluster_ddp.launch.processes import die_with_parent, existing_signals, is_stopped
+from cluster_ddp.launch.processes import ASK_TO_STOP, die_with_parent, is_stopped
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
@@ -21,8 +21,6 @@ from cluster_ddp.run.events import NODE_FAILED, EventWriter, login_writer
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.run.storage import open_append
 
-# Other schedulers, `timeout` and scripts announce an end with SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
-_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL_SECONDS = 0.2
 _STOPPED_LOOKS = 25  # and not seconds, in which this process may have been stopped too
 # When one node has failed, the others notice as their collectives fail; if they do not, they are ended.
@@ -48,7 +46,7 @@ def noting_stops(signals: list[signal.Signals]) -> Iterator[None]:
 
     before = {
         number: signal.signal(number, note)
-        for number in existing_signals(*_STOPPING)
+        for number in ASK_TO_STOP
         if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:

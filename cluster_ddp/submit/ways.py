@@ -31,5 +31,5 @@ _MAKE = {SBATCH: _sbatch, SUBMITIT: _submitit}
 def submission(spec: JobSpec, via: str, *, chain: int = 1, after: tuple[str, ...] = ()) -> Submission:
     """Return the object that a dry run prints and a submission sends; raises `SubmitError` for an unknown way."""
     if via not in _MAKE:
-        raise SubmitError(f"--via {via}: has to be one of {', '.join(_MAKE)}.")
+        raise SubmitError(f"--via {via}: must be one of {', '.join(_MAKE)}.")
     return _MAKE[via](spec, chain, after)

@@ -170,11 +170,11 @@ def _check_names(names: Collection[str], others: Collection[str]) -> None:
 
 def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise TaskError(f"evaluate() returned a {type(values).__name__}; return a dict of metric names and tensors")
+        raise TaskError(f"evaluate() returned type {type(values).__name__}; return a dict of metric names and tensors")
     _check_names(values, sums)
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (samples,) or value.is_complex():
-            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
             raise TaskError(
                 f"evaluate() returned '{name}' with {what} for a batch of {samples} samples; "
                 f"give a tensor of one value per sample, shape ({samples},)"

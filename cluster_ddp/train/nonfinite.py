@@ -43,10 +43,10 @@ class NonFiniteCheck:
     def _message(self, step: int, in_a_row: int) -> str:
         losses = all_gather_object(float(self._gradients.last))
         broken = [f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss - loss != 0.0]
-        where = ", ".join(broken) if broken else "the gradients only: every rank's loss is finite"
+        where = f"on {', '.join(broken)}" if broken else "in the gradients only; every rank's loss is finite"
         return (
             f"step {step}: {in_a_row} updates in a row had a loss or gradients that are not finite; "
-            f"at this step on: {where}\n"
+            f"at this step: {where}\n"
             "    those updates were skipped, and the last checkpoint is intact: lower train.lr, set train.clip_norm, "
             "check the data, or raise train.max_bad_steps"
         )

@@ -71,8 +71,8 @@ def refuse_divided(optimizer: Optimizer) -> None:
     """Raise a `TaskError` for an optimizer that splits its state among the ranks, such as ZeroRedundancyOptimizer."""
     if callable(getattr(optimizer, "consolidate_state_dict", None)):
         raise TaskError(
-            f"the optimizer is a {type(optimizer).__name__}, which divides its state among the ranks: a checkpoint "
-            "holds the state that all ranks have; use the optimizer inside it on its own"
+            f"the optimizer is of type {type(optimizer).__name__}, which divides its state among the ranks: a "
+            "checkpoint holds the state that all ranks have; use the optimizer inside it on its own"
         )
 
 

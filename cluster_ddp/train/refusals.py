@@ -55,7 +55,7 @@ def refuse_dtypes(model: nn.Module) -> None:
             if tensor.dtype in _UNSTORED:
                 raise TaskError(
                     f"the {kind} {name} has dtype {tensor.dtype}, which a checkpoint cannot contain: keep it in "
-                    "another dtype, or its bits in torch.uint8, to be seen as the other by view() where they are used"
+                    "another dtype, or keep its bits in torch.uint8 and view() them in that dtype where they are used"
                 )
 
 
@@ -65,7 +65,7 @@ def refuse_sparse(model: nn.Module) -> None:
         if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
             raise TaskError(
                 f"the buffer {name} is sparse, which a checkpoint cannot contain: register it with persistent=False if "
-                "model() makes it the same again, else hold its indices and values"
+                "model() always creates it with the same values; otherwise register its indices and values instead"
             )
 
 
@@ -97,7 +97,7 @@ def refuse_loader(data: object, method: str) -> None:
     """Raise a `DataError` if a task method returned a DataLoader instead of a data set."""
     if isinstance(data, DataLoader):
         raise DataError(
-            f"{method} returned a {type(data).__name__}; return its data set: the trainer makes the batches itself, "
+            f"{method} returned a DataLoader; return its data set: the trainer makes the batches itself, "
             "from train.batch_size, train.workers and collate() of the task. A data set can make the choices of a "
             "sampler, such as by weights, in __getitem__"
         )
@@ -245,9 +245,9 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     if different:
         raise TaskError(
             f"{what} differ between the ranks: {listed(different)}\n"
-            "    each rank would train its own model. What has a gradient is to be computed by model(...), the model "
+            "    each rank would train its own model. Compute everything that has a gradient by model(...), the model "
             "that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a method "
-            "of it. What changes weights besides the optimizer has to do the same on every rank: draw new values from "
+            "of it. What changes weights besides the optimizer must do the same on every rank: draw new values from "
             "a torch.Generator with the same seed on all, or send them from rank 0 (dist.broadcast). "
             "Embedding(max_norm=...) rescales only the rows in a rank's own batch: leave max_norm out, and limit the "
             "norm of the rows that forward() has looked up"
@@ -343,8 +343,8 @@ def _shown(of_rank_0: str | int | None, other: str | int | None, rank: int) -> s
 
 
 SHAPED_BY_A_BATCH = (
-    "What takes its shape from its first batch, as the observers of quantization-aware training do, has it once "
-    "model() has run a batch through the model"
+    "A buffer that takes its shape from the first batch, as the observers of quantization-aware training do, has its "
+    "final shape if model() runs a batch through the model"
 )
 
 _CALL_IT = (

@@ -97,7 +97,7 @@ class Gradients:
         total, counts = scalar_loss(loss[0]), bool(micro.samples)
         exact = torch.float32 if total.device.type == "mps" else torch.float64
         if not isinstance(loss[1], (Tensor, Real)):
-            raise TaskError(f"loss() returned a {type(loss[1]).__name__} as the weight of a batch; return a number")
+            raise TaskError(f"loss() returned type {type(loss[1]).__name__} as the weight of a batch; return a number")
         if isinstance(loss[1], Tensor):
             weight = loss[1].detach().to(total.device, exact, non_blocking=True) * counts
         else:  # filled in on the device; a copy from the host would wait for all work queued there
@@ -197,7 +197,7 @@ def _zero_or_nan(value: Tensor) -> Tensor:
 def scalar_loss(loss: Any) -> Tensor:
     """Return the loss; raise a `TaskError` if it is not a scalar tensor, or does not depend on a parameter."""
     if not isinstance(loss, Tensor) or loss.ndim:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
         raise TaskError(
             f"loss() returned {what}; return a scalar tensor (such as its .mean()), or the pair (sum, weight)"
         )

@@ -99,7 +99,7 @@ class Task:
 def expect_type(value: Any, kind: type[T], by: str) -> T:
     """Return the result of a task's method; raise a `TaskError` if it is not of the expected kind."""
     if not isinstance(value, kind):
-        raise TaskError(f"{by} returned a {type(value).__name__}; return a {kind.__name__}")
+        raise TaskError(f"{by} returned type {type(value).__name__}; return {kind.__name__}")
     return value
 
 

@@ -282,7 +282,7 @@ def test_a_user_without_a_name(call: Call, run: RunDirectory, monkeypatch: pytes
 def test_a_controller_that_does_not_answer_holds_nobody_up(
     call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster_ddp.cli.run_states.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("cluster_ddp.cli.run_states.SLURM_SECONDS", 0.5)
     slurm.program("squeue", "exec sleep 60")
     began = time.monotonic()
     said = call("status", run.id, "--json")

@@ -177,13 +177,13 @@ NODES: dict[str, Row] = {
     "runs folder missing on a node": bad(
         in_bad_node("mount", "-t", "tmpfs", "none", "FOLDER/runs"),
         in_bad_node("umount", "FOLDER/runs"),
-        "has to be the same and writable",
+        "must be the same and writable",
         short=("sbatch",),
     ),
     "runs folder read-only on a node": bad(
         in_bad_node("sh", "-c", 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0"', "FOLDER/runs"),
         in_bad_node("umount", "FOLDER/runs"),
-        "has to be the same and writable",
+        "must be the same and writable",
     ),
     "runs folder full on a node": bad(
         full_runs_folder,

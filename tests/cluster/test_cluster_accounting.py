@@ -67,7 +67,7 @@ def test_an_account_or_a_qos_of_others_is_refused(
     asked = ("submit", job, *check, "--set", f"slurm.{key}=nosuch", "--set", f"runs_dir={runs}")
     done = accounting_cluster.cli(*asked, check=False, timeout=250)
     assert done.returncode == 3 and f"Invalid {key}" in done.stderr, done.stderr
-    assert f"What to do: slurm.{key}: those that are yours: sacctmgr show assoc" in done.stderr
+    assert f"What to do: slurm.{key}: to list yours: sacctmgr show assoc" in done.stderr
     assert not runs.exists() or not list(runs.iterdir())
 
 

@@ -72,8 +72,8 @@ def test_aliases_are_read() -> None:
 
 
 REFUSED = {
-    "a: 1\nb: 2\na: 3\n": (3, "given twice, first in line 1"),
-    "x:\n  a: 1\n  a: 2\n": (3, "given twice, first in line 2"),
+    "a: 1\nb: 2\na: 3\n": (3, "given twice, first on line 1"),
+    "x:\n  a: 1\n  a: 2\n": (3, "given twice, first on line 2"),
     "a: [1, 2\n": (1, "not YAML"),
     "a: 'x\n": (1, "not YAML"),
     "ok: 1\na: b: c\n": (2, "not YAML"),

@@ -74,7 +74,7 @@ def test_a_node_that_may_not_write_to_the_run_begins_nothing(start_node: Callabl
     status, _, err = node.finish()
     assert (status, node.events("node-started")) == (1, [])
     (failed,) = node.events("node-failed")
-    assert "has to be the same and writable on every node" in failed["error"]
+    assert "must be the same and writable on every node" in failed["error"]
     assert "cannot start" in err.splitlines()[-1]
 
 

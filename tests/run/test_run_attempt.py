@@ -365,7 +365,7 @@ def test_times_in_an_attempts_record_that_are_no_times_count_as_unknown(run: Run
 def test_a_folder_with_the_last_number_is_named(run: RunDirectory) -> None:
     run.attempt(999_999).path.mkdir()
     run.attempt(999_999).record_file.write_text("{}")  # damaged
-    with pytest.raises(RunError, match="999999 has the last number that an attempt can have"):
+    with pytest.raises(RunError, match="999999 has the highest number that an attempt can have"):
         begin_dead(run)
     assert [folder.name for folder in run.attempts.iterdir()] == ["999999"]
 

@@ -103,7 +103,7 @@ def test_a_lock_that_cannot_be_had_says_who_has_it_and_since_when(
 ) -> None:
     folder_of_lock(run).mkdir()
     (folder_of_lock(run) / "gpu7~4711~ns~1~boot~abc").touch()
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 0.2)
     with pytest.raises(LockHeld, match=r"process 4711 on gpu7 since \d{4}-\d\d-\d\d") as caught:
         update_record(run, global_batch=8)
     assert re.search(r"remove the folder", str(caught.value))

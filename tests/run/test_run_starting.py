@@ -39,7 +39,7 @@ def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before
     assert state == "RUNNING" and reason is not None and reason.startswith("starting: no attempt yet")
     assert told(run, "COMPLETING") == ("RUNNING", "stopped: preemption; Slurm is still ending its job (COMPLETING)")
     request_stop(attempt, reason="person", by="me")  # while a prolog hangs, say
-    assert str(told(run, "RUNNING")[1]).startswith("stopping: its job is starting once more, and ends before it trains")
+    assert str(told(run, "RUNNING")[1]).startswith("stopping: its job is starting again, and will end before it trains")
     request_resume(run, by="me")
     assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt yet")
 
@@ -93,7 +93,7 @@ def test_a_stopped_script_whose_job_is_still_ending_is_not_told_as_starting_agai
 def test_nodes_that_slurm_has_to_start_first_are_told(run: RunDirectory) -> None:
     add_slurm_job(run, "7")
     state, reason = told(run, "CONFIGURING")
-    assert state == "PENDING" and str(reason).startswith("Slurm starts its nodes, which have been powered down")
+    assert state == "PENDING" and str(reason).startswith("Slurm is powering up or rebooting its nodes")
 
 
 def test_a_start_that_failed_is_told_while_the_next_one_waits(run: RunDirectory, say: Say) -> None:

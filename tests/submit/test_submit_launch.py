@@ -169,7 +169,7 @@ def test_node_that_does_not_come_is_named_and_costs_no_attempt(tmp_path: Path, c
 
 def test_node_0_of_a_name_that_is_unknown_is_refused_at_once(tmp_path: Path, call: Call, script: Path) -> None:
     status, _, err = finish(call(*launch(1, "--master-addr", "no-such-node.invalid")))
-    assert status == 2 and "--master-addr no-such-node.invalid: " in err and "does not know that name" in err
+    assert status == 2 and "--master-addr no-such-node.invalid: " in err and "cannot resolve that name" in err
     assert not (tmp_path / "runs/pair").exists()
 
 

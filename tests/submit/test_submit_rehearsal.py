@@ -100,5 +100,5 @@ def test_a_rehearsal_that_a_person_stops_leaves_nothing(tmp_path: Path) -> None:
 def test_a_stop_after_the_last_step_is_refused(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "script: plain.py\n", "--steps", "5", "--stop-after", "5")
     assert done.returncode == 2
-    assert "--stop-after 5 has to be less than --steps 5" in done.stderr
+    assert "--stop-after 5 must be less than --steps 5" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -253,7 +253,7 @@ def test_the_best_checkpoint_stays_when_a_stop_cut_its_evaluation_short(tmp_path
     [
         (lambda model, batch: (model(batch[0]).sum(), None), "NoneType as the weight"),
         (lambda model, batch: model(batch[0]), r"tensor of shape \(24, 3\); return a scalar"),
-        (lambda model, batch: 3.0, "returned a float"),
+        (lambda model, batch: 3.0, "returned type float"),
         (lambda model, batch: torch.zeros(()), "depends on no parameter"),
         (lambda model, batch: (model(batch[0]).sum(),), r"the pair \(sum, weight\)"),
     ],
@@ -296,9 +296,9 @@ def test_losses_that_are_none_when_the_buckets_are_settled() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("model", r"model\(\) returned a NoneType; return a Module"),
-        ("optimizer", r"optimizer\(\) returned a NoneType; return a Optimizer"),
-        ("state_dict", r"state_dict\(\) of the task returned a NoneType; return a dict"),
+        ("model", r"model\(\) returned type NoneType; return Module"),
+        ("optimizer", r"optimizer\(\) returned type NoneType; return Optimizer"),
+        ("state_dict", r"state_dict\(\) of the task returned type NoneType; return dict"),
     ],
 )
 def test_methods_that_give_nothing(tmp_path: Path, method: str, message: str) -> None:
@@ -329,9 +329,9 @@ def test_all_batches_have_the_same_metrics() -> None:
     ("values", "message"),
     [
         ({"accuracy": torch.tensor(0.5)}, r"'accuracy' with shape \(\).*one value per sample"),
-        ({"accuracy": 0.5}, r"'accuracy' with a float.*one value per sample"),
-        ([0.5], r"evaluate\(\) returned a list; return a dict"),
-        (None, r"evaluate\(\) returned a NoneType; return a dict"),
+        ({"accuracy": 0.5}, r"'accuracy' with type float.*one value per sample"),
+        ([0.5], r"evaluate\(\) returned type list; return a dict"),
+        (None, r"evaluate\(\) returned type NoneType; return a dict"),
     ],
 )
 def test_metrics_have_one_value_per_sample(values: Any, message: str) -> None:

@@ -99,7 +99,7 @@ def train(place: Path, kind: str) -> None:
         ("before", []),
         ("loader", []),
         ("read", []),
-        ("loader with a generator", ["changes the generator that shuffles another DataLoader (of a Images),"]),
+        ("loader with a generator", ["changes the generator that shuffles another DataLoader (of Images),"]),
         ("before, with persistent workers", ["Graded.level has changed since the persistent workers began"]),
         ("data", ["changes Graded.augments, Graded.level,"]),
         ("transform", ["changes Noise.strength,"]),

@@ -42,7 +42,7 @@ def test_the_same_samples_on_another_number_of_ranks() -> None:
 
 
 def test_another_sampler_on_another_number_of_ranks_is_refused() -> None:
-    with pytest.raises(TrainError, match="2 ranks with a DistributedSampler, and this number has a RandomSampler"):
+    with pytest.raises(TrainError, match="2 ranks with the sampler DistributedSampler, but this number of ranks"):
         changed(deal(96, 1, distributed=False), deal(96, 2))
 
 

@@ -23,7 +23,7 @@ from cluster_ddp.train.own import leaving
 
 def leave_in_turn(place: Path, kind: str) -> None:
     """A loop that rank 0 leaves in its second batch or after an epoch, and rank 1 there, too, a second later."""
-    leaving.PATIENCE_SECONDS = 0.3
+    leaving.LEAVING_SECONDS = 0.3
     begin_attempt(place, 0)
     with contextlib.suppress(SystemExit), join_run() as run:
         torch.manual_seed(5)

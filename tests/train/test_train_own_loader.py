@@ -115,7 +115,9 @@ def test_fewer_epochs_than_before_are_told(tmp_path: Path) -> None:
     run_ranks(loop, 1, run.path, 0, "tensors", (0, 4), "stop")
     run_ranks(loop, 1, run.path, 1, "tensors", epochs=2)
     (message,) = warnings_of(run)
-    assert message.startswith("the training ends at step 14 now, and at 21 when the checkpoint was saved: give epochs=")
+    assert message.startswith(
+        "the training now ends at step 14, but at 21 when the checkpoint was saved: pass the epochs="
+    )
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [("12 per rank", 1), ("6 per rank", 2)])
@@ -230,4 +232,4 @@ def test_epochs_of_other_lengths_are_refused_unless_their_length_is_told(tmp_pat
     assert (refused["status"], told["status"]) == (1, None)
     assert [(epoch, number) for epoch, number, _ in told["losses"]] == [(e, n) for e in range(3) for n in range(3)]
     (run,) = (tmp_path / "None").glob("*")
-    assert "has a length of 6 in epoch 1, and had 4 at first" in failure(RunDirectory(run))
+    assert "has a length of 6 in epoch 1, but had 4 at first" in failure(RunDirectory(run))

@@ -90,7 +90,7 @@ def with_others(place: Path, anew: bool) -> int | str | None:
 def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp_path: Path) -> None:
     anew, inside = new_run(tmp_path / "anew"), new_run(tmp_path / "inside")
     assert run_ranks(with_others, 1, anew.path, anew=True) == [1]
-    assert "a SGD that was not passed in has trained weights that were" in failure(anew)
+    assert "an optimizer (SGD) that was not passed in has trained weights that were" in failure(anew)
     assert run_ranks(with_others, 1, inside.path, anew=False) == [None]
     assert states(inside) == ["started", "completed"]
 

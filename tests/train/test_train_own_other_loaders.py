@@ -34,7 +34,7 @@ def told(steps: Iterator[Any], own: Any = None) -> list[str]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_that_goes_on_beside_the_steps_is_told_once(workers: int) -> None:
     (message,) = told(iter(DataLoader(tensors(), 4, num_workers=workers, multiprocessing_context=fork(workers))))
-    assert message.startswith("the steps read from another DataLoader (of a TensorDataset)")
+    assert message.startswith("the steps read from another DataLoader (of TensorDataset)")
 
 
 def fork(workers: int) -> str | None:
@@ -48,7 +48,7 @@ def test_the_loop_s_own_loader_is_none() -> None:
 
 def test_an_iterator_without_a_length_goes_on_too() -> None:
     (message,) = told(Endless(tensors(), 4).iterator)
-    assert message.startswith("the steps read from another DataLoader (of a TensorDataset)")
+    assert message.startswith("the steps read from another DataLoader (of TensorDataset)")
 
 
 def test_two_batches_that_are_given_again_and_again_are_told() -> None:
@@ -56,7 +56,7 @@ def test_two_batches_that_are_given_again_and_again_are_told() -> None:
     steps = itertools.cycle(DataLoader(tensors(), 22))
     next(steps)
     (message,) = told(steps)
-    assert message.startswith("the steps read from another DataLoader (of a TensorDataset)")
+    assert message.startswith("the steps read from another DataLoader (of TensorDataset)")
 
 
 def test_a_pass_within_a_step_is_none() -> None:

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no length": (lambda run, model, opt: run.resumable(
         plain(Rows()), model=model, optimizer=opt, epochs=1), "give resumable(..., batches=)"),
     "no loader": (lambda run, model, opt: run.resumable(
-        [1, 2], model=model, optimizer=opt, epochs=1), "takes a torch.utils.data.DataLoader, not a list"),
+        [1, 2], model=model, optimizer=opt, epochs=1), "takes a torch.utils.data.DataLoader, not list"),
     "a wrapper": (lambda run, model, opt: run.resumable(
         Wrapper(plain()), model=model, optimizer=opt, epochs=1), "pass in its .loader, and wrap what is returned"),
     "no state": (lambda run, model, opt: run.resumable(
@@ -139,11 +139,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "steps in a thread": (lambda run, model, opt: in_thread(lambda: [
         train(plain(), model, opt) for _ in run.steps(2, model=model, optimizer=opt)]), "runs in a different thread"),
     "epochs as text": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=opt, epochs="3"),
-        "epochs has to be a whole number, and is '3' (a str)\n    (test_train_own_refusals.py, line "),
+        "epochs must be an integer, not '3' (of type str)\n    (test_train_own_refusals.py, line "),
     "accumulate": (lambda run, model, opt: run.resumable(
-        plain(), model=model, optimizer=opt, epochs=1, accumulate=0), "accumulate has to be at least 1, and is 0"),
+        plain(), model=model, optimizer=opt, epochs=1, accumulate=0), "accumulate must be at least 1, not 0"),
     "steps over a loader": (lambda run, model, opt: run.steps(plain(), model=model, optimizer=opt),
-        "the number of steps has to be a whole number, and is <torch.utils.data"),
+        "the number of steps must be an integer, not <torch.utils.data"),
     "scheduler": (lambda run, model, opt: [
         torch.optim.lr_scheduler.StepLR(opt, 1), run.resumable(plain(), model=model, optimizer=opt, epochs=1)],
         "give scheduler="),
@@ -151,8 +151,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
         "optimizer.before.0.weight: is not restored"),
     "named tuples kept later": (lambda run, model, opt: fill(run, run.keep(memory=[]), model, opt),
-        "run.keep(memory=...): memory.0 is a test_train_own_refusals.Step, which a checkpoint cannot contain: keep "
-        "tensors, numbers, strings, or lists and dicts of these, and a plain tuple(...) instead of one with names"),
+        "run.keep(memory=...): memory.0 is of type test_train_own_refusals.Step, which a checkpoint cannot contain: "
+        "keep tensors, numbers, strings, or lists and dicts of these, and a plain tuple(...) instead of one with"),
     "past its sampler": (lambda run, model, opt: loop_over(
         run.resumable(PastItsSampler(Images(), 6), model=model, optimizer=opt, epochs=1)),
         "the PastItsSampler gives batches without asking its sampler"),
@@ -160,16 +160,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         run.resumable(InAThread(Images(), 6), model=model, optimizer=opt, epochs=1)),
         "the DataLoader reads the data set in a thread of its own"),
     "another optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=Forgetful(), epochs=1),
-        "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is passed in"),
+        "no torch.optim.Optimizer is passed in (optimizer is of type test_train_own_refusals.Forgetful)"),
     "around an optimizer": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=Around(opt), epochs=1),
         "contains one: pass that one in, optimizer=optimizer.base"),
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
-        "a CopiesItself copies itself with its own __deepcopy__(), as Keras models do"),
+        "the model (CopiesItself) copies itself with its own __deepcopy__(), as Keras models do"),
     "a metric of several numbers": (lambda run, model, opt: [
         run.log(step, {"val/acc": torch.ones(2)}) for step in run.steps(1, model=model, optimizer=opt)],
-        "the value of val/acc is a Tensor of shape (2,), and not one number: log its mean, or"),
+        "the value of val/acc is of type Tensor and shape (2,), not one number: log its mean, or"),
     "two loops": (lambda run, model, opt: [
         run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
 }  # fmt: skip

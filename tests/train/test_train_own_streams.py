@@ -203,7 +203,7 @@ def test_all_ranks_read_equally_often(tmp_path: Path) -> None:
 def test_a_webloader_is_refused_with_what_to_give() -> None:
     wds = pytest.importorskip("webdataset")
     with pytest.raises(
-        TrainError, match=r"takes a torch\.utils\.data\.DataLoader, not a WebLoader: make one of the data set"
+        TrainError, match=r"takes a torch\.utils\.data\.DataLoader, not WebLoader: make one of the data set"
     ):
         batches_of(wds.WebLoader(wds.WebDataset("rows.tar", shardshuffle=False)), 1, BATCHES)
 

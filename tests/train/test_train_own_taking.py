@@ -263,7 +263,7 @@ def by_hand(place: Path) -> None:
 def test_next_beyond_the_batches_that_are_left_says_so_and_gradients_that_add_up_are_told(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run_ranks(by_hand, 1, run.path)
-    assert "the batches of epoch 1 are used up: of 8, 3 were left at this resume" in failure(run)
+    assert "the batches of epoch 1 are used up: this resume had only 3 of 8 left" in failure(run)
     assert "has gradients in it from before the last update" in "".join(told(run))
 
 

@@ -50,8 +50,8 @@ def refused() -> list[str]:
 
 def test_models_that_are_divided_among_the_ranks_are_refused_by_name() -> None:
     messages, _ = run_ranks(refused, 2)
-    assert all(message.startswith("model is sharded across the ranks, as by FSDP") for message in messages[:2])
-    assert "optimizer is a PostLocalSGDOptimizer" in messages[2]
+    assert all(message.startswith("model is sharded across the ranks, for example by FSDP") for message in messages[:2])
+    assert "optimizer is of type PostLocalSGDOptimizer" in messages[2]
 
 
 def hooked(place: Path, keeps: bool) -> None:

@@ -88,7 +88,7 @@ def test_a_loss_that_goes_around_the_wrapper_is_refused() -> None:
     for messages in run_ranks(all_ways, 2, ways):
         for way, message in zip(ways, messages, strict=True):
             assert "loss()" in message and "model(" in message, (way, message)
-        assert "weights or optimizer differ" in messages[-1] and "has to do the same on every rank" in messages[-1]
+        assert "weights or optimizer differ" in messages[-1] and "must do the same on every rank" in messages[-1]
 
 
 def test_a_part_of_the_model_may_be_called_beside_it() -> None:

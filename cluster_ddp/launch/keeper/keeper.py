@@ -179,7 +179,7 @@ class Keeper:
         self._gave_up = True
         if self._end.reason is not None:
             self._end.find_out_why(self._say_delayed)
-            return self._requeue(None, [], "the job is ended before its attempt could begin")
+            return self._requeue(None, [], "the job ended before its attempt could begin")
         why = f"the attempt could not begin: storage does not respond on {self._records.host_name}"
         say(f"{why}: starting again, elsewhere if possible")
         return self._requeue(None, [self._records.host_name], why)

@@ -23,7 +23,7 @@ _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
 _LINGERING_SECONDS = 600.0  # for ranks whose work is done to exit: the user's threads may still upload something
 _LINGERING_STOPPED_SECONDS = 60.0  # the same after a stop request
-_SILENT_SECONDS = 60.0  # after which the user is told what is being waited for
+_SAID_AFTER_SECONDS = 60.0  # after which the user is told what is being waited for
 _FAILED_SECONDS = 60.0  # for a rank that has failed: the others wait for it, and may do so for half an hour
 # The same for a script, which may do more after its block, while it does not compute: it may also wait for a rank on
 # another node that does, which Gloo allows for half an hour.
@@ -131,12 +131,12 @@ class ForcedEnd:
         if self._stopping.reason is None:
             lingers = done_for if self._trains_a_task else min(done_for, self._stands_still_for())
             patience = _LINGERING_SECONDS if self._trains_a_task else _STANDSTILL_SECONDS
-            if lingers > _SILENT_SECONDS and not self._has_told:
+            if lingers > _SAID_AFTER_SECONDS and not self._has_told:
                 self._has_told = True
                 who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
                 say(
-                    f"cluster-ddp: training is over, but rank {who} has not exited yet: a thread that is not a daemon "
-                    f"or a process that it has started may still run. It has {patience / 60:.0f} minutes for that"
+                    f"cluster-ddp: training is over, but rank {who} has not exited yet: a non-daemon thread or "
+                    f"a process that it has started may still run. It is killed after {patience / 60:.0f} minutes"
                 )
             return DONE if lingers > patience else None
         patience = _ENDING_SECONDS if self._stopping.level == AT_ONCE else _LINGERING_STOPPED_SECONDS

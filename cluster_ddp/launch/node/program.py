@@ -295,8 +295,8 @@ class NodeProgram:
         who = ", ".join(map(str, sorted(rank.rank for rank in self._ranks.living)))
         script = "" if self._trains_a_task else ", or what the script does after the block of join_run() may hang"
         self._warn(
-            f"the work of rank {who} on {self._host} was done, but it did not exit and is killed: a thread that is not "
-            f"a daemon may still run, or a function registered with atexit{script} (see its stacks in "
+            f"the work of rank {who} on {self._host} was done, but it did not exit and was killed: a non-daemon thread "
+            f"may still be running, or a function registered with atexit{script} (see its stacks in "
             f"{self._attempt.path})"
         )
         self._collect(hang_dump.request_dump(self._ranks.living, self._heartbeat.path))

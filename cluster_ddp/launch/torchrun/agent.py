@@ -18,10 +18,10 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cluster_ddp.launch.processes import die_with_parent, existing_signals
+from cluster_ddp.launch.processes import ASK_TO_STOP, die_with_parent, existing_signals
 from cluster_ddp.run.storage import open_append
 
-SURVIVED = existing_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+SURVIVED = (*ASK_TO_STOP, *existing_signals("SIGQUIT"))
 
 
 class Agent:

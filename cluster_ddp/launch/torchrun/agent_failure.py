@@ -17,7 +17,7 @@ from cluster_ddp.run.reading import read_json_object
 
 _MEETING = "meeting.json"
 _MAX_WORDS = 400
-_SHARED = "has to be the same and writable on every node (runs_dir)"
+_SHARED = "must be the same and writable on every node (runs_dir)"
 _LOG_LINES = 200
 _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
 # torchrun's own summaries of an error that is printed above them.

@@ -15,7 +15,7 @@ from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status.facts import Facts
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 
-NEVER_BEGAN = "it should have started on this machine and has not"
+NEVER_BEGAN = "it should have started on this machine, but has not"
 _LOCAL_START_SECONDS = 60.0
 _MAX_OUTPUT = 4096  # bytes at the end of it that are read
 _MAX_QUOTE = 300
@@ -62,7 +62,7 @@ def _not_in_queue(run: RunDirectory, record: RunRecord, *, answered: bool) -> tu
         return RunState.PENDING, "cannot check with Slurm from here whether it was submitted"
     return (
         RunState.LOST,
-        f"it was about to be submitted and is not in the queue; {resume_command(run.path)} submits it",
+        f"it was about to be submitted, but is not in the queue; {resume_command(run.path)} submits it",
     )
 
 
@@ -72,7 +72,7 @@ def last_output(facts: Facts) -> str:
     name = facts.output_file(facts.job.job_id)
     last = _last_line(facts.history.run.path / name)
     other_cause = last is None or last.startswith("cluster-ddp:") or "slurmstepd: error:" in last
-    by_itself = facts.job.state in ("COMPLETED", "FAILED") and not other_cause
+    by_itself = facts.job.ended_by_itself and not other_cause
     return f"({_quoted(last, name)}{'; a line of launch.setup may have ended the script' if by_itself else ''})"
 
 

@@ -35,9 +35,9 @@ def state_of(facts: Facts) -> tuple[RunState, str | None]:
     if job is not None and job.state in SUSPENDED:
         return RunState.SUSPENDED, how_to_continue(job)
     if job is not None and job.state in ACTIVE:
-        starting = waits_for(facts, job.job_id) if job.state == "RUNNING" else None
+        starting = waits_for(facts, job.job_id) if job.is_running else None
         if starting is not None and _no_attempt_may_follow(history):
-            starting = f"stopping: its job is starting once more, and ends before it trains ({starting})"
+            starting = f"stopping: its job is starting again, and will end before it trains ({starting})"
         ending = _still_there(history, outcome, job)
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting or ending
     if job is not None and job.held:
@@ -107,7 +107,7 @@ def _still_there(history: History, outcome: AttemptOutcome | None, job: SlurmJob
     """
     if outcome is None or history.last is None or history.last.ended is None:
         return None
-    still = "is still ending its job (COMPLETING)" if job.state == "COMPLETING" else f"shows its job as {job.state}"
+    still = "is still ending its job (COMPLETING)" if job.is_completing else f"shows its job as {job.state}"
     return f"{outcome.why}; Slurm {still}"
 
 

@@ -6,11 +6,9 @@ import multiprocessing
 import signal
 from multiprocessing.context import BaseContext
 
-from cluster_ddp.launch.processes import existing_signals
+from cluster_ddp.launch.processes import ASK_TO_STOP
 
 _IN_THE_SERVER = "cluster_ddp.train.data.in_fork_server"
-ASK_TO_STOP = existing_signals("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
-"""What may be sent to all processes of a rank to ask it to stop, which workers and their server survive."""
 
 
 def protect_fork_server(context: BaseContext | None = None) -> None:

@@ -5,6 +5,8 @@ What it forks ends on SIGTERM again, until it sees to that itself.
 
 from __future__ import annotations
 
-from cluster_ddp.launch.processes import existing_signals, survive
+import signal
 
-survive(existing_signals("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"))  # the server itself ignores SIGINT
+from cluster_ddp.launch.processes import ASK_TO_STOP, survive
+
+survive(number for number in ASK_TO_STOP if number is not signal.SIGINT)  # which the server itself ignores

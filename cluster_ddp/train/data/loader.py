@@ -26,10 +26,10 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.errors import Cause
-from cluster_ddp.launch.processes import survive
+from cluster_ddp.launch.processes import ASK_TO_STOP, survive
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.data.fork_server import ASK_TO_STOP, protect_fork_server
+from cluster_ddp.train.data.fork_server import protect_fork_server
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
 

@@ -243,6 +243,6 @@ def _length(data: Dataset[Any]) -> int:
         return len(data)  # type: ignore[arg-type]
     except TypeError as error:
         raise DataError(
-            f"train_data() returned a {type(data).__name__} without a length: "
+            f"train_data() returned a data set ({type(data).__name__}) without a length: "
             "give it __len__, or derive it from IterableDataset"
         ) from error

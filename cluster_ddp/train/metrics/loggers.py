@@ -29,7 +29,7 @@ def open_loggers(job: JobSpec, run: RunDirectory, wandb_id: str, step: int) -> l
     """The loggers that the job file asks for, continuing from `step`."""
     loggers: list[Logger] = []
     if job.log.tensorboard:
-        loggers.append(TensorBoard(run.path / "tensorboard", step))
+        loggers.append(TensorBoard(run.tensorboard, step))
     if job.log.wandb is not None and job.log.wandb.mode != "disabled":
         loggers.append(Wandb(job, job.log.wandb, run, wandb_id))
     return loggers

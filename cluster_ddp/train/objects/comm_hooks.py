@@ -24,8 +24,8 @@ def watch_comm_hooks(wrapped: Sequence[DistributedDataParallel], warn: Callable[
     if names := sorted(name for name, now in _counts(wrapped) if before.get(name, now) != now):
         warn(
             f"DDP sums the gradients with a communication hook that keeps a state ({', '.join(names)}), which no "
-            "checkpoint contains: it starts over after a resume, which is not exact. Exact are hooks without, "
-            "such as bf16_compress_hook, and no hook at all"
+            "checkpoint contains: it starts over after a resume, which is not exact. Use none, "
+            "or one without a state, such as bf16_compress_hook: these are exact"
         )
 
 

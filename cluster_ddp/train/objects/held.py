@@ -1,4 +1,4 @@
-"""What modules, tensors and classes hold besides what every one has: where steps may keep something."""
+"""Finds what was added to modules, tensors and classes, such as attributes and hooks, in which steps may keep state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says of single values what kind they are, and whether steps may depend on them."""
+"""Classifies single values by kind, and decides whether steps may depend on them."""
 
 from __future__ import annotations
 

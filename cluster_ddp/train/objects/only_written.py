@@ -1,6 +1,7 @@
-"""Tells by a class's code whether the values of attributes can affect what it does.
+"""Inspects the code of a class to find attributes whose values cannot affect what it does.
 
-Those that it sets but never reads cannot, nor whether one is there already that it never asks for.
+The value of an attribute that the class sets but never reads has no effect. Whether an attribute exists has no effect
+if the class never asks for it, for example by hasattr().
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Packer:
         if kind not in _KINDS:
             plain = ", and a plain tuple(...) instead of one with names" if isinstance(value, tuple) else ""
             raise TaskError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: keep tensors, "
-                f"numbers, strings, or lists and dicts of these{plain}"
+                f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: keep "
+                f"tensors, numbers, strings, or lists and dicts of these{plain}"
             )
         if not isinstance(value, dict):
             return {_MARK: _KINDS[kind], "of": self.pack(list(value), name)}

@@ -1,4 +1,4 @@
-"""Checks that a custom loop runs in its block and its thread, and that no optimizer steps before it begins."""
+"""Refuses updates made before a custom loop begins, outside of its block of `join_run`, or in another thread."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ def whole(name: str, value: Any, least: int = 0) -> int:
         number = operator.index(value)
     except TypeError as error:
         kind = type(value).__name__
-        raise TrainError(f"{name} has to be a whole number, and is {value!r} (a {kind})") from error
+        raise TrainError(f"{name} must be an integer, not {value!r} (of type {kind})") from error
     if number < least:
-        raise TrainError(f"{name} has to be at least {least}, and is {number}")
+        raise TrainError(f"{name} must be at least {least}, not {number}")
     return number
 
 
@@ -83,7 +83,7 @@ class Geometry:
         has_own = was["world"] != self.world and None in (was["samples"], self.samples)  # one set per rank, now or then
         if was["samples"] != now["samples"] and not has_own:
             raise TrainError(
-                f"the data set has {now['samples']} samples, and had {was['samples']} when the checkpoint was saved; "
+                f"the data set has {now['samples']} samples, but had {was['samples']} when the checkpoint was saved; "
                 "the order depends on it: restore the data set, or start a new run"
             )
         if was["batch"] is None or self.batch is None:
@@ -135,9 +135,9 @@ class Deal:
         """
         if was["sampler"] != self.sampler:
             raise TrainError(
-                f"the checkpoint was saved by {_ranks(ranks)} with a {was['sampler']}, and this number has a "
-                f"{self.sampler}: the steps would have different samples. Give the DataLoader the same on any "
-                "number, as DistributedSampler(dataset, num_replicas=run.world.world_size, rank=run.world.rank)"
+                f"the checkpoint was saved by {_ranks(ranks)} with the sampler {was['sampler']}, but this number of "
+                f"ranks uses {self.sampler}: the steps would have different samples. Give the DataLoader the same one "
+                "on any number, as DistributedSampler(dataset, num_replicas=run.world.world_size, rank=run.world.rank)"
             )
         if None in (was["samples"], self.samples) or was["samples"] == self.samples:
             return None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cluster_ddp.printing import say
 from cluster_ddp.train.ranks.distributed import World, host_group
 
-PATIENCE_SECONDS = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
+LEAVING_SECONDS = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
 
 
 class LeaveBlock(BaseException):
@@ -19,7 +19,7 @@ class LeaveBlock(BaseException):
 
     def __init__(self) -> None:
         super().__init__(
-            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop has to be in it"
+            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop must be in it"
         )
 
 
@@ -54,7 +54,7 @@ class Leaving:
         work = dist.all_gather(
             [torch.empty_like(here) for _ in range(self._world.world_size)], here, group=host_group(), async_op=True
         )
-        end = time.monotonic() + PATIENCE_SECONDS
+        end = time.monotonic() + LEAVING_SECONDS
         while self.early is not None and not work.is_completed():
             if time.monotonic() > end:
                 self._tell()
@@ -65,7 +65,7 @@ class Leaving:
     def _tell(self) -> None:
         # Not "rank 1 left": the node program takes such a line for a rank's last words, and not for a warning.
         message = (
-            f"the ranks do not leave together: rank {self._world.rank} left {self.early}, and {PATIENCE_SECONDS:g} s "
+            f"the ranks do not leave together: rank {self._world.rank} left {self.early}, and {LEAVING_SECONDS:g} s "
             "later not all of the other ranks have done so. If they continue, they wait for this rank forever: let all "
             "ranks leave after the same batch, going by something that is the same on all of them, such as a loss "
             "summed by dist.all_reduce()"

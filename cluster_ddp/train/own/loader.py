@@ -131,7 +131,7 @@ class ResumableLoader:
                 if batch is _END:
                     raise DataError(
                         f"the DataLoader gave {number} batches in epoch {self._epoch}, and {length} were expected: its "
-                        "length has to be right, or given by resumable(..., batches=)"
+                        "length must be right, or given by resumable(..., batches=)"
                     )
                 self._first = number + 1
                 self._loop.begin(number % accumulate)
@@ -151,8 +151,8 @@ class ResumableLoader:
         if not first:
             return None
         return (  # the value of StopIteration, for code that calls next() once more
-            f"the batches of epoch {epoch} are used up: of {length}, {length - first} were left at this resume. "
-            "Take them with `for batch in loader`, or with next(batches, None), and not len(loader) times"
+            f"the batches of epoch {epoch} are used up: this resume had only {length - first} of {length} "
+            "left. Take them with `for batch in loader`, or with next(batches, None), not len(loader) times"
         )
 
     def _expect_pass(self) -> None:
@@ -160,7 +160,11 @@ class ResumableLoader:
         if not self._is_open or self._is_through:
             raise TrainError(
                 "the resumable loader is iterated "
-                + ("twice in an epoch, as by `while True:` around it" if self._is_open else "outside of its epochs")
+                + (
+                    "twice in an epoch, for example by `while True:` around it"
+                    if self._is_open
+                    else "outside of its epochs"
+                )
                 + ": write `for epoch in loader.epochs():` instead of `range(epochs)`, and in it, once, `for batch in "
                 "loader:`. For anything else, such as a single batch or statistics of the data, keep the DataLoader "
                 "that was given to resumable()"

@@ -192,8 +192,8 @@ class Loop:
         total = self._geometry.total
         if total < state["total"]:
             self.warn(
-                f"the training ends at step {total} now, and at {state['total']} when the checkpoint was saved: give "
-                "epochs= (or the steps of run.steps) of the whole training in each attempt, and not those that are left"
+                f"the training now ends at step {total}, but at {state['total']} when the checkpoint was saved: pass "
+                "the epochs= (or the steps of run.steps) of the whole training in each attempt, not those that are left"
             )
         self.is_over = self._is_finished and total <= state["total"]
         self.kept.restore(state["kept"], state.get("kept in place", []))

@@ -220,14 +220,14 @@ def _without_optimizer(bare: Mapping[str, Any]) -> str:
     kind = f"{type(given).__module__}.{type(given).__name__}"
     if inner := [where for where, part in reachable([(name, given)], 2) if isinstance(part, Optimizer)]:
         return (
-            f"{name} is a {kind}, not a torch.optim.Optimizer, but it contains one: pass that one in, "
+            f"{name} is of type {kind}, which is not a torch.optim.Optimizer but contains one: pass that one in, "
             f"{name}={inner[0]}, and, if the outer one has state of its own, that as well, under another name "
             f"(outer={name})"
         )
     return (
-        f"no optimizer{'' if given is None else f' of torch.optim, but a {kind}'} is passed in: give optimizer=. For "
-        "updates by hand, such as weight -= rate * weight.grad, use torch.optim.SGD; a program that trains without "
-        "torch.optim runs as it is, without the added lines, and saves by itself"
+        f"no torch.optim.Optimizer is passed in{'' if given is None else f' ({name} is of type {kind})'}: give "
+        "optimizer=. For updates by hand, such as weight -= rate * weight.grad, use torch.optim.SGD; a program that "
+        "trains without torch.optim runs as it is, without the added lines, and saves by itself"
     )
 
 
@@ -354,8 +354,8 @@ def _collected(state: OptimizerState) -> list[Any]:
 def _see_that_it_can_be_kept(name: str, thing: Any) -> None:
     if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
         raise TrainError(
-            f"{name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(), so it cannot be "
-            f"saved: add both, or do not pass it in. For the loop's own numbers: run.keep({name}=...)"
+            f"{name} is of type {type(thing).__name__}, which has no state_dict() and load_state_dict(), so it cannot "
+            f"be saved: add both, or do not pass it in. For the loop's own numbers: run.keep({name}=...)"
         )
     try:
         first = Packer({}).pack(dict(thing.state_dict()), name)

@@ -125,7 +125,7 @@ class ScriptRun:
             ranks has changed such that steps would have different samples.
         """
         with self._block.only_loop():
-            if isinstance(loader, ResumableLoader):  # of an earlier block, as where a cell of a notebook runs again
+            if isinstance(loader, ResumableLoader):  # of an earlier block: a cell of a notebook runs again
                 loader = loader.inner
             world, epochs = self.world.world_size, whole("epochs", epochs)
             accumulate = whole("accumulate", accumulate, 1)

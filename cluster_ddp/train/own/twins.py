@@ -55,8 +55,8 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
         weight is not memo.get(id(own)) for own, weight in zip(bare.parameters(), copied.parameters(), strict=False)
     ):
         raise TaskError(
-            f"a {type(bare).__name__} copies itself with its own __deepcopy__(), as Keras models do, without its "
-            "optimizer, so there is no way to check that the state of both is restored: pass in a model that "
+            f"the model ({type(bare).__name__}) copies itself with its own __deepcopy__(), as Keras models do, without "
+            "its optimizer, so there is no way to check that the state of both is restored: pass in a model that "
             "copy.deepcopy() copies like any other torch.nn.Module"
         )
     if model is not bare:

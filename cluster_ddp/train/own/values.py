@@ -97,8 +97,8 @@ def one_number(name: str, value: Any) -> float:
         number = value.item() if hasattr(value, "item") else value
     if isinstance(number, (int, float)):
         return number
-    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    shape = f" and shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise TrainError(
-        f"run.log: the value of {name} is a {type(value).__name__}{shape}, and not one number: log its mean, or each "
+        f"run.log: the value of {name} is of type {type(value).__name__}{shape}, not one number: log its mean, or each "
         "element under a name of its own"
     )

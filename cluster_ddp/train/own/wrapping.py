@@ -20,8 +20,8 @@ def refuse_sharded(bare: Mapping[str, Any]) -> None:
             kinds = {type(part).__name__ for part in (*thing.modules(), *thing.parameters())}
             if not _SHARDED.isdisjoint(kinds):
                 raise TrainError(
-                    f"{name} is sharded across the ranks, as by FSDP (fully_shard), DeepSpeed or tensor parallelism, "
-                    "but a checkpoint holds what is the same on all ranks: wrap the whole model in "
+                    f"{name} is sharded across the ranks, for example by FSDP (fully_shard), DeepSpeed or tensor "
+                    "parallelism, but a checkpoint holds what is the same on all ranks: wrap the whole model in "
                     "DistributedDataParallel; or remove join_run(), and let the script resume from its own "
                     "checkpoints"
                 )
@@ -32,9 +32,9 @@ def refuse_unobservable(bare: Mapping[str, Any]) -> None:
     for name, thing in bare.items():
         if isinstance(thing, Optimizer) and not hasattr(thing, "_optimizer_step_post_hooks"):
             raise TrainError(
-                f"{name} is a {type(thing).__name__}, which does not call torch.optim.Optimizer.__init__(), so its "
-                "steps and its state cannot be seen: use an implementation that does; or, if it holds no state of its "
-                "own, pass in the optimizer inside it"
+                f"{name} is of type {type(thing).__name__}, which does not call torch.optim.Optimizer.__init__(), so "
+                "its steps and its state cannot be seen: use an implementation that does; or, if it holds no state of "
+                "its own, pass in the optimizer inside it"
             )
 
 

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.errors import Cause
 from cluster_ddp.job import load_resolved
+from cluster_ddp.launch.address import LOOPBACK
 from cluster_ddp.launch.ports import job_port
 from cluster_ddp.launch.variables import RUN_VARIABLE
 from cluster_ddp.network import DEFAULT_TIMEOUT, resolve
@@ -241,7 +242,7 @@ def _set_meeting_point(world: World) -> None:
                 f"rank {world.rank} of {world.world_size} does not know where rank 0 is. Start with torchrun, or set "
                 'in the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             )
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_ADDR"] = LOOPBACK
     os.environ.setdefault("MASTER_PORT", str(job_port(int(os.environ.get("SLURM_JOB_ID", 0)))))
 
 

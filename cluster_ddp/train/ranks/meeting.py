@@ -72,6 +72,6 @@ def _not_shared(first: str, place: str, other: str, other_place: str) -> str:
         )
     return (
         f"{other} cannot see what {first} has put into the run directory {place}: the ranks write their checkpoints "
-        "together, so it has to be on storage that all hosts share. Set runs_dir, or the folder passed to join_run(), "
+        "together, so it must be on storage that all hosts share. Set runs_dir, or the folder passed to join_run(), "
         "accordingly"
     )

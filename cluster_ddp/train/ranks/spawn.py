@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from cluster_ddp.launch.address import LOOPBACK
 from cluster_ddp.launch.ports import NoFreePort, free_port
 from cluster_ddp.printing import say
 from cluster_ddp.train.errors import DistributedError
@@ -66,7 +67,7 @@ def _run_rank(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(port),
     )
     setup_distributed(backend)

@@ -1,7 +1,7 @@
-"""Remembers which attributes the values in the state of a task belong to.
+"""Remembers which attribute of a task each value in its state was saved from.
 
-An attribute that comes to have the same value as another one later, such as a copy that is made every few steps, is not
-saved by that: a resume gives the value to the other one only.
+A value is restored to that attribute only. Another attribute that later has the same value by chance, such as a copy
+made every few steps, is not saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds out what a resume gives back of a task, by what another task has after loading the state of this one."""
+"""Finds which attributes of a task a resume restores: loads the task's state into another task and compares the two."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class ModelState:
                 continue
             if not isinstance(value, Tensor):
                 raise TaskError(
-                    f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
-                    "buffer, or in state_dict() of the task"
+                    f"the model's state '{name}' is of type {type(value).__name__}: a checkpoint holds tensors; keep "
+                    "it as a buffer, or in state_dict() of the task"
                 )
             # The task may change other parameters at any time, such as a frozen teacher's in loss().
             named[f"model.{name}"] = value if id(value) in held else value.detach()

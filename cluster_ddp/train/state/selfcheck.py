@@ -195,7 +195,7 @@ def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]
 
 
 def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
-    """Compare without devices: the restored state is on the CPU. The order of sets is told elsewhere."""
+    """Compare without devices: the restored state is on the CPU. The order of sets is reported elsewhere."""
     for name in live:
         # The strides have been compared with the tensors; a copy of the task may hold the very modules of the task.
         if name in ("optimizer_layouts", "modes_of_task"):

@@ -79,12 +79,12 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
         held = (name for name, part in getattr(loader, "__dict__", {}).items() if isinstance(part, DataLoader))
         if (name := next(held, None)) is not None:
             raise TrainError(
-                f"resumable() takes a torch.utils.data.DataLoader, and a {kind} wraps one: pass in its .{name}, and "
+                f"resumable() takes a torch.utils.data.DataLoader, and {kind} wraps one: pass in its .{name}, and "
                 f"wrap what is returned, as in `for batch in {kind}(loader):`. If it takes a batch before the one "
                 "before is trained on, no resume is exact: turn that off, in timm with create_loader(use_prefetcher="
                 "False)"
             )
-        raise TrainError(f"resumable() takes a torch.utils.data.DataLoader, not a {kind}: make one of the data set")
+        raise TrainError(f"resumable() takes a torch.utils.data.DataLoader, not {kind}: make one of the data set")
     found = length or _length(loader)
     if isinstance(inner.dataset, IterableDataset):
         return StreamBatches(LoaderCopy(loader), found)

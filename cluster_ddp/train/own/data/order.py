@@ -61,7 +61,7 @@ class Order:
                 part.generator = generator
         if self._own_length is not None and (now := _length_of(self.sampler)) != self._own_length:
             raise DataError(
-                f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, and had "
+                f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, but had "
                 f"{self._own_length} at first: all epochs must have the same length, by which a resume finds its "
                 "epoch. Let the sampler give as many in each, or set batches= to how many are taken of each"
             )

@@ -153,7 +153,7 @@ class ChangedData:
                 continue
             generator = getattr(last, "generator", None)
             passes = getattr(last, "epoch", 0) if hasattr(last, "initial_seed") else 0  # Accelerate's sampler
-            name = f"the generator that shuffles another DataLoader (of a {type(other.dataset).__name__})"
+            name = f"the generator that shuffles another DataLoader (of {type(other.dataset).__name__})"
             drawn = drawn_to(generator) if isinstance(generator, torch.Generator) else 0
             found[name] = (*found.get(name, ()), passes, drawn)
         return found

@@ -35,7 +35,7 @@ def watch_other_loaders(own: Any, warn: Callable[[str], None]) -> Iterator[None]
             names.add(name)
     if names:
         warn(
-            f"the steps read from another DataLoader (of a {', '.join(sorted(names))}), which starts over after a "
+            f"the steps read from another DataLoader (of {', '.join(sorted(names))}), which starts over after a "
             "resume, because no checkpoint contains its position: a resume is exact only if no step depends on it. "
             "Pass it to run.resumable(), or combine two data sets into one that returns both"
         )

@@ -51,9 +51,9 @@ class OtherOptimizers:
             return
         if any(id(weight) in self._weights for weight in parameters_of(optimizer)):
             raise TrainError(
-                f"a {type(optimizer).__name__} that was not passed in has trained weights that were: no checkpoint "
-                "would contain its state. Create all optimizers once, before resumable() or steps(), and pass them in "
-                "(optimizer=...); to change the learning rate, set it in the groups"
+                f"an optimizer ({type(optimizer).__name__}) that was not passed in has trained weights that were: no "
+                "checkpoint would contain its state. Create all optimizers once, before resumable() or steps(), and "
+                "pass them in (optimizer=...); to change the learning rate, set it in the groups"
             )
 
 

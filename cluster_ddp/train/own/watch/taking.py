@@ -70,9 +70,9 @@ class Taking:
         """Call when the next batch is requested; only the first time, checks that the previous one was trained on."""
         if not self._is_asked and not self._is_trained():
             self._warn(
-                "the loop asks for its second batch before it has computed gradients of the first, as when a "
-                "prefetcher or a list stands between it and the loader: a save would count batches that are not yet "
-                "trained on, and a resume would leave them out. Take each batch when it is trained on; workers, "
+                "the loop asks for its second batch before it has computed gradients of the first, for example "
+                "because a prefetcher or a list is between it and the loader: a save would count batches that are not "
+                "yet trained on, and a resume would leave them out. Take each batch when it is trained on; workers, "
                 "collate_fn and pin_memory of the DataLoader read ahead exactly. (If the loop has only skipped its "
                 "first batch, nothing is wrong.)"
             )
