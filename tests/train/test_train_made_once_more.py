@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job,
 
 from cluster_ddp.train import Trainer, broadcast_object, is_main_process, join_run
 from cluster_ddp.train.data.order import SampleStream
+from cluster_ddp.train.state import undoing
 from cluster_ddp.train.state.undoing import wholly_undone
 
 NETS: dict[str, nn.Module] = {}
@@ -288,3 +290,20 @@ def test_hooks_that_a_thrown_away_pass_registers_are_undone_with_their_flag() ->
         assert hooking.hooks() == [0, 0, 0, 0] and not hooking.is_hooked
     hooking()
     assert hooking.hooks() == [1, 1, 1, 1]
+
+
+class HoldsArrays(Plain):
+    """Counts in one array, and holds its data in another."""
+
+    def __init__(self) -> None:
+        self.count, self.data = np.zeros(1), np.zeros(1000)
+
+
+def test_what_a_pass_that_is_thrown_away_changes_is_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task may hold all of its data, for which there may be no memory once more."""
+    monkeypatch.setattr(undoing, "MAX_KEPT_BYTES", 1000)
+    task = HoldsArrays()
+    with wholly_undone(task):
+        task.count += 1
+        task.data += 1
+    assert task.count[0] == 0 and task.data[0] == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import operator
 import sys
 import threading
@@ -30,7 +31,8 @@ from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.whose_code import is_library, is_of_user
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
-_LARGE = 1 << 26  # bytes of tensors and arrays up to which their contents are kept
+_LARGE = 1 << 26  # bytes of a tensor or array up to which its contents are kept
+MAX_KEPT_BYTES = 1 << 28  # bytes of all whose contents are kept, the smallest first
 _DEPTH = 3  # how deep in a new value a model is looked for
 _LISTS = (list, set, collections.deque)
 _CELL = vars(CellType)["cell_contents"]
@@ -72,9 +74,7 @@ def wholly_undone(*holders: object) -> Iterator[None]:
     places = [(_CELL, cell) for each in functions for cell in each.__closure__ or ()]
     places += [(member, part) for part in own for member in _slots_of(type(part))]
     slots = [(place, _content(*place)) for place in places]
-    numbers = [
-        (part, part.copy() if isinstance(part, np.ndarray) else part.clone()) for part in filter(_has_numbers, parts)
-    ]
+    numbers = [(part, part.copy() if isinstance(part, np.ndarray) else part.clone()) for part in _numbers_in(parts)]
     try:
         yield
     finally:
@@ -101,6 +101,13 @@ def _is_undone(part: object) -> bool:
     if isinstance(part, nn.Module):
         return not isinstance(part, DistributedDataParallel)
     return are_hooks(part) or not is_library(type(part).__module__)
+
+
+def _numbers_in(parts: Iterable[object]) -> Iterator[Any]:
+    """The tensors and arrays whose contents are kept; a task may hold a whole data set, too."""
+    found: list[Any] = sorted(filter(_has_numbers, parts), key=operator.attrgetter("nbytes"))
+    held = itertools.accumulate(part.nbytes for part in found)
+    return (part for part, so_far in zip(found, held, strict=True) if so_far <= MAX_KEPT_BYTES)
 
 
 def _has_numbers(part: object) -> bool:
