@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from documented import FINDS_RANKS, PATIENCE, PROJECT, Call, finish, rank_0, stop_in_the_middle
+from documented import FINDS_RANKS, PATIENCE, PROJECT, Call, block, finish, rank_0, stop_in_the_middle
 from own_loops import begin_attempt, new_run
 from safetensors.numpy import load_file
 from torch import Tensor, nn
@@ -287,6 +287,28 @@ def test_the_cell_of_a_notebook_goes_on_when_it_is_run_again(tmp_path: Path) -> 
         assert {path.name for path in (tmp_path / folder / "python.run" / "checkpoints").glob("step-*")} == saved
     interrupted, calm = (line for line in done.stdout.splitlines() if line.startswith("trained"))
     assert calm == interrupted
+
+
+BEFORE_THE_DIFF = """
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+data, model = TensorDataset(torch.rand(24, 4), torch.rand(24, 1)), torch.nn.Linear(4, 1)
+"""
+
+
+@pytest.mark.parametrize("dropped", "+-")
+def test_the_diff_that_the_page_begins_with_is_of_a_loop_that_trains(dropped: str, tmp_path: Path) -> None:
+    lines = block("docs/own-code.md", "diff").splitlines()
+    program = tmp_path / "loop.py"
+    program.write_text(BEFORE_THE_DIFF + "\n".join(line[1:] for line in lines if not line.startswith(dropped)))
+    run = new_run(tmp_path / "run").path
+    (made,) = run_ranks(be_rank, 1, program, [], run, 0)
+    assert len(made) == 20 * 3
+    assert newest(run) == (0 if dropped == "+" else 60)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

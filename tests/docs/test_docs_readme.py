@@ -129,7 +129,9 @@ def check_map(run: Path) -> None:
     for line in block("README.md", "text", after="## Where things are").splitlines():
         *names, said = re.split(r" {2,}", line.strip())
         folder = "attempts/000/" if line.startswith(" ") else ""
-        special = re.search("not in a local run|if log\\.|after a (hang|save|resume)|with `?launch", said)
+        special = re.search(
+            "not in a local run|no terminal shows|if log\\.|after a (hang|save|resume)|with `?launch", said
+        )
         group = sometimes if special else always
         group += [f"{folder}{name}*" if name.endswith("/") else folder + name for name in names]
     assert [pattern for pattern in always if not list(run.glob(pattern))] == []

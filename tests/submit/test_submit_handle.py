@@ -51,7 +51,7 @@ print(json.dumps([state, late, why, again, run.state, run.id]))
 def check(out: str) -> None:
     state, late, why, again, after, run_id = json.loads(out.splitlines()[-1])
     assert (state, after) == ("STOPPED", "CANCELLED")
-    assert late == f"run {run_id} is RUNNING after 0.1 s"
+    assert late == f"run {run_id} is still RUNNING after 0.1 s"
     assert why.startswith(f"run {run_id} is STOPPED: stopped by")
     assert again.startswith(f"run {run_id} is STOPPED: it is not running, so there is nothing to stop")
 
