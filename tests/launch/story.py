@@ -9,7 +9,7 @@ from simulated_world import Life, World
 
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.keeper.queueing import RequeueFailed
+from cluster_ddp.launch.keeper.requeueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.runs import create_run

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from cluster_ddp.errors import Cause
-from cluster_ddp.launch.node.failures import Failures
 from cluster_ddp.launch.node.heartbeat import HeartbeatFile
+from cluster_ddp.launch.node.rank_failures import Failures
 from cluster_ddp.launch.node.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.launch.processes import kill_all
 from cluster_ddp.launch.torchrun.exits import RankExit, RankExits, StartedRank

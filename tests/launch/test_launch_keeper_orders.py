@@ -16,7 +16,7 @@ from simulated_job import live
 from simulated_world import KILL_WAIT, KILLS, Life, World
 from story import SPEC, play
 
-from cluster_ddp.launch.keeper.queueing import RequeueFailed
+from cluster_ddp.launch.keeper.requeueing import RequeueFailed
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.events import REQUEUED, on_this_host
 from cluster_ddp.run.history import read_history

@@ -5,7 +5,7 @@ beginning, patience                       beginning an attempt, and waiting for 
 job_step, running_job_step,               srun's job step: its command, how it runs, what it prints
 job_step_output
 deciding, script_outcome                  what follows an attempt, and how a script ended
-allocation, end_of_job, queueing          what Slurm says about the job, how it ends, how it is requeued
+allocation, end_of_job, requeueing        what Slurm says about the job, how it ends, how it is requeued
 stop_requests                             asking training to save and end
 lost_nodes, bad_hosts                     nodes that could not report their end, and those to be avoided
 """

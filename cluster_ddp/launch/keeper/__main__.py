@@ -18,7 +18,7 @@ from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.keeper.allocation import SlurmAllocation
 from cluster_ddp.launch.keeper.batch_host import BatchHost, say
 from cluster_ddp.launch.keeper.keeper import Keeper
-from cluster_ddp.launch.keeper.queueing import RequeueFailed
+from cluster_ddp.launch.keeper.requeueing import RequeueFailed
 from cluster_ddp.process import fast_exit, limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from cluster_ddp.launch.keeper.allocation import Allocation
 from cluster_ddp.launch.keeper.batch_host import Answer, BatchHost, News, Signal, say
-from cluster_ddp.launch.keeper.queueing import ENDLESS_SECONDS
+from cluster_ddp.launch.keeper.requeueing import ENDLESS_SECONDS
 from cluster_ddp.launch.keeper.stop_requests import StopRequests
 from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.run.directory import AttemptDirectory

@@ -25,8 +25,8 @@ from cluster_ddp.launch.keeper.end_of_job import EndOfJob
 from cluster_ddp.launch.keeper.job_step import leaves_port_open, with_attempt
 from cluster_ddp.launch.keeper.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.keeper.patience import patiently, storage_error
-from cluster_ddp.launch.keeper.queueing import RequeueFailed, requeue
 from cluster_ddp.launch.keeper.records import RECORD_SECONDS, KeeperRecords
+from cluster_ddp.launch.keeper.requeueing import RequeueFailed, requeue
 from cluster_ddp.launch.keeper.running_job_step import START_SECONDS
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port

@@ -11,10 +11,10 @@ from cluster_ddp.job import JobSpec, load_run_job
 from cluster_ddp.launch.address import LOOPBACK, interface_for_gloo, local_address, wait_for_name
 from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.node import hang_dump
-from cluster_ddp.launch.node.failures import Failures
 from cluster_ddp.launch.node.forced_end import ForcedEnd
 from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.launch.node.node_failures import NodeFailures
+from cluster_ddp.launch.node.rank_failures import Failures
 from cluster_ddp.launch.node.rank_output import AGENT_LOG, RankOutput, RankWarnings, Relay
 from cluster_ddp.launch.node.ranks import LocalRanks
 from cluster_ddp.launch.node.reaper import Reaper
