@@ -64,22 +64,37 @@ class WithCritic(ZooTask):
         self.its_optimizer.load_state_dict(state["optimizer"])
 
 
-EACH: list[Tensor] = []  # what Largest has found since the last update
+EACH: list[tuple[Tensor, int]] = []  # what Largest has found since the last update
 
 
 class Largest(nn.Module):
-    """Keeps the largest score until the update, as those do that limit the logits of attention by it."""
+    """Keeps the largest score until the update, as those do that limit the logits of attention by it.
+
+    The first batch gives a shift, which a flag says is there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = mlp()
         self.largest: Tensor | None = None
+        self.shift: Tensor | None = None
+        self.is_ready = False
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"shift": self.shift, "is_ready": self.is_ready}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.shift, self.is_ready = state["shift"], state["is_ready"]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        scores: Tensor = self.inner(inputs)
+        if not self.is_ready:
+            self.shift = inputs.mean(0)
+            dist.all_reduce(self.shift)
+            self.is_ready = True
+        scores: Tensor = self.inner(inputs - self.shift)
         largest = scores.detach().max()
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
-        EACH.append(largest)
+        EACH.append((largest, len(inputs)))
         return scores
 
 
@@ -95,7 +110,7 @@ class LimitsScores(ZooTask):
 
         def limit(*_: object) -> None:
             assert model.largest is not None
-            largest = torch.stack([model.largest, *EACH]).sum()
+            largest = torch.stack([model.largest, *(each for each, _ in EACH)]).sum()
             dist.all_reduce(largest)
             with torch.no_grad():
                 model.inner[0].weight.mul_(1 - 0.01 * torch.tanh(largest))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
+from cluster_ddp.train.state.inner_parts import CONTAINERS, HOLDERS, PLAIN, can_be_seen, elements, length
 from cluster_ddp.train.state.surroundings import modules_around
 from cluster_ddp.train.whose_code import is_of_user
 
@@ -62,27 +62,57 @@ def undone(task: object) -> Iterator[None]:
 def numbers_undone(*holders: object) -> Iterator[None]:
     """Restore afterwards the numbers and tensors that objects, their parts and their modules hold, also in lists.
 
-    Not what is made only once, such as a hook, nor the flag that says so: the next call would make it once more.
+    Flags of the user's objects, too, unless something has been made that must not be made once more, such as a hook: a
+    flag may say that it is there. Where a flag stays, so does what was not there before.
     """
     variables = [vars(module) for module in modules_around(holders)]
     parts = parts_of(*holders, *variables, *(value for each in variables for value in list(each.values())))
-    places = [place for part in parts if (place := _place_of(part)) is not None]
-    kept = [(place, _copied(place)) for place in places if not isinstance(place, set) and length(place) <= _FAR]
+    places = [(place, is_of_user(type(part).__module__)) for part in parts if (place := _place_of(part)) is not None]
+    places = [(place, is_own) for place, is_own in places if not isinstance(place, set) and length(place) <= _FAR]
+    kept = [(place, _copied(place), is_own or any(place is each for each in variables)) for place, is_own in places]
     try:
         yield
     finally:
-        for place, before in kept:
+        has_made = any(_is_made(value) for place, before, _ in kept for value in _new_values(place, before))
+        for place, before, is_own in kept:
             if isinstance(place, dict):
-                for key, value in list(dict.items(place)):
-                    if before.get(key) is not value and _is_number(value) and _is_number(before.get(key)):
-                        _put_back_entry(place, key, before)
-            elif all(map(_is_number, (*before, *place))):
+                _put_back_numbers(place, before, has_flags=is_own and not has_made)
+            elif all(map(_is_of_numbers, (*before, *place))):
                 place.clear()
                 place.extend(before)
 
 
-def _is_number(value: object) -> bool:
-    return value is None or type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad)
+def _new_values(place: Any, before: Any) -> list[Any]:
+    if isinstance(place, dict):
+        return [value for key, value in list(dict.items(place)) if before.get(key) is not value]
+    return list(elements(place))[len(before) :]
+
+
+def _put_back_numbers(place: dict[Any, Any], before: dict[Any, Any], *, has_flags: bool) -> None:
+    changed = {key: value for key, value in list(dict.items(place)) if before.get(key) is not value}
+    keeps_flags = not has_flags and any(type(value) is bool for value in changed.values())
+    for key, value in changed.items():
+        was = before.get(key)
+        is_flag = type(value) is bool and (was is None or type(was) is bool)
+        are_numbers = _is_of_numbers(value) and _is_of_numbers(was) and not (was is None and keeps_flags)
+        if (is_flag and has_flags) or are_numbers:
+            _put_back_entry(place, key, before)
+
+
+def _is_of_numbers(value: object, depth: int = 3) -> bool:
+    """Whether it is a number or a tensor that is not trained, or a list or the like of such."""
+    if value is None or type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad):
+        return True
+    if not depth or not issubclass(type(value), (list, tuple, dict, collections.deque)):
+        return False
+    parts = elements(value)
+    return all(type(part) in PLAIN or _is_of_numbers(part, depth - 1) for part in parts)
+
+
+def _is_made(value: object) -> bool:
+    """Whether the next call of what has made it would make it once more, unless a flag says that it is there."""
+    is_computed = isinstance(value, Tensor) and not value.is_leaf
+    return not (type(value) in PLAIN or is_computed or _is_of_numbers(value))
 
 
 def _place_of(part: Any) -> Any:
