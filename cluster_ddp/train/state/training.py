@@ -35,7 +35,7 @@ from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.places import names_in
-from cluster_ddp.train.state.stateful import Averages, Stateful, copied, refuse_not_put_back
+from cluster_ddp.train.state.stateful import Averages, Stateful, copied, load_into, refuse_not_put_back
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.watching import Watch
@@ -163,7 +163,7 @@ class State:
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
             self._watch.coming_back.note_before_loading()
-            self._also.load_state_dict(task_state)
+            load_into(self._also, task_state, unpacker)
 
     @property
     def communicates(self) -> bool:
