@@ -25,6 +25,8 @@ TABLES = {
     "both": torch.stack([ANGLES.sin(), ANGLES.cos()], -1).flatten(1),
     "complex": torch.polar(torch.ones_like(ANGLES), ANGLES),
     "positions": torch.arange(8)[None],
+    "from 0 to 1": torch.linspace(0, 1, 12),
+    "angles": ANGLES.bfloat16(),
     "rows": 8,
     "loss.labels.cpu": torch.arange(12),
     "loss.size": 12,
@@ -34,6 +36,7 @@ OTHERS = {
     "zeros": torch.zeros(8, 8),
     "counts": torch.full((8,), 5),
     "next rows": torch.arange(8) + 8,
+    "bins up to the largest": torch.linspace(0, 0.8143, 11),
     "count": 7,
 }
 

@@ -243,8 +243,30 @@ class KeepsSpectrum(ZooTask):
         self.seen = state["seen"]
 
 
-def test_a_conjugated_tensor_in_the_state_comes_back(tmp_path: Path) -> None:
-    assert str(judge(Case(), tmp_path, KeepsSpectrum)) == "exact"
+class KeepsDirections(ZooTask):
+    """Finds directions, and turns a teacher, which then lie in memory column by column; what is loaded is copied."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.directions, self.teacher = torch.eye(FEATURES), nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        self.directions = torch.linalg.eigh(self.directions + inputs.T @ inputs)[1]
+        self.teacher.weight.data = self.teacher.weight.data.T.contiguous().T
+        return super().loss(model, (self.teacher(inputs @ self.directions), labels))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"directions": self.directions, "teacher": self.teacher.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.directions.copy_(state["directions"])
+        self.teacher.load_state_dict(state["teacher"])
+
+
+@pytest.mark.parametrize("task", [KeepsSpectrum, KeepsDirections])
+def test_a_conjugated_or_turned_tensor_in_the_state_comes_back(task: type[ZooTask], tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, task)) == "exact"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

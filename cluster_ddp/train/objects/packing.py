@@ -147,6 +147,15 @@ def comparable(packed: Any) -> Any:
     return {key: comparable(item) for key, item in packed.items() if not (key == "device" and _MARK in packed)}
 
 
+def without_strides(packed: Any) -> Any:
+    """Packed values without how tensors lie in memory."""
+    if isinstance(packed, list):
+        return [without_strides(part) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    return {key: without_strides(part) for key, part in packed.items() if not (key == "strides" and _MARK in packed)}
+
+
 def sets_out_of_order(value: Any, name: str) -> Iterator[str]:
     """The names of sets in a state whose copies have another order, which depends on how they came about.
 

@@ -72,9 +72,24 @@ def _follows(rows: Tensor) -> bool:
     """
     if len(rows) < _FEWEST_ROWS or rows.dtype is torch.bool or torch.equal(rows, rows[:1].expand_as(rows)):
         return False
+    precision = torch.finfo(rows.dtype).eps if rows.dtype.is_floating_point or rows.is_complex() else 0.0
     rows = (torch.view_as_real(rows) if rows.is_complex() else rows).double()
     if not bool(((rows[0] == 0) | (rows[0] == 1)).all()):
         return False
     middle, around = rows[1:-1], rows[2:] + rows[:-2]
     factor = (middle * around).sum(0) / middle.square().sum(0).clamp_min(torch.finfo(torch.float64).tiny)
-    return bool((around - factor * middle).abs().max() <= _TOLERANCE * rows.abs().max())
+    largest = rows.abs().max()
+    return bool((around - factor * middle).abs().max() <= _TOLERANCE * largest) and (
+        bool((around - 2 * middle).abs().max() > _TOLERANCE * largest) or _has_whole_step(rows, precision)
+    )
+
+
+def _has_whole_step(rows: Tensor, precision: float) -> bool:
+    """Whether rows that grow evenly do so by a whole number, or by its inverse, and not up to what a batch has given.
+
+    One column suffices: a table of angles has other frequencies besides.
+    """
+    steps = ((rows[-1] - rows[0]) / (len(rows) - 1)).abs()
+    steps = steps[steps > 0]
+    whole = torch.maximum(steps, 1 / steps)
+    return bool(((whole - whole.round()).abs() <= 4 * precision * whole).any())

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
+from cluster_ddp.checkpoint.plan import memory_of
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.objects.comparing import equal_bits
 from cluster_ddp.train.objects.contents import contents
-from cluster_ddp.train.objects.packing import Packer, comparable
+from cluster_ddp.train.objects.packing import Packer, Unpacker, comparable, without_strides
 from cluster_ddp.train.randomness import parts_of
 
 
@@ -45,7 +47,8 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
     """Raise a `TaskError` unless something has the state from before the first step, which it has been given.
 
-    What it has besides may belong to an object that the task has filled since, and that a resume finds empty.
+    What it has besides may belong to an object that the task has filled since, and that a resume finds empty, and where
+    its tensors lie in memory, to those into which it is copied.
     """
     first, taken = _as_texts(state), _as_texts(also.state_dict())
     if lost := sorted(key for key, value in first.items() if taken.get(key) != value):
@@ -63,6 +66,30 @@ def refuse_not_put_back(also: Stateful, state: Mapping[str, Any]) -> None:
         )
 
 
+def load_into(also: Stateful, state: dict[str, Any], unpacker: Unpacker) -> None:
+    """Have something load a state; what it copies into other tensors lies in memory as in the state afterwards."""
+    strides = {name: tensor.stride() for name, tensor in _dense_tensors_in(state).items()}
+    also.load_state_dict(state)
+    wanted = {
+        memory_of(tensor): strides[name]
+        for name, tensor in _dense_tensors_in(also.state_dict()).items()
+        if len(strides.get(name, ())) == tensor.dim() and strides[name] != tensor.stride()
+    }
+    for part in parts_of(also) if wanted else ():
+        if _is_dense(part) and (found := wanted.get(memory_of(part))) is not None:
+            part.data = unpacker.laid_out(part.detach(), found, part.device)
+
+
+def _dense_tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = dict[str, Tensor]()
+    Packer(tensors).pack(dict(state), "task")
+    return {name: tensor for name, tensor in tensors.items() if _is_dense(tensor)}
+
+
+def _is_dense(part: object) -> TypeGuard[Tensor]:
+    return isinstance(part, Tensor) and not part.is_nested and part.layout is torch.strided
+
+
 def are_alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two states of a task hold the same, bit by bit."""
     tensors, others = dict[str, Tensor](), dict[str, Tensor]()
@@ -77,5 +104,5 @@ def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _as_text(value: Any) -> str:
     tensors = dict[str, Tensor]()
-    packed = comparable(Packer(tensors).pack(value, "task"))
+    packed = without_strides(comparable(Packer(tensors).pack(value, "task")))
     return json.dumps([packed, contents(tensors.items())], sort_keys=True)

@@ -36,7 +36,7 @@ from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.model import ModelState
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
-from cluster_ddp.train.state.stateful import Averages, Stateful, copied, refuse_not_put_back
+from cluster_ddp.train.state.stateful import Averages, Stateful, copied, load_into, refuse_not_put_back
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.state.watching import Watch
 from cluster_ddp.train.task import Task, expect_type
@@ -164,7 +164,7 @@ class State:
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
             self._watch.coming_back.note_before_loading()
-            self._also.load_state_dict(task_state)
+            load_into(self._also, task_state, unpacker)
 
     @property
     def communicates(self) -> bool:
