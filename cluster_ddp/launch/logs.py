@@ -15,7 +15,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.node_log import LogLine, parse_line
 from cluster_ddp.run.reading import as_whole, open_regular, read_json_object
 
-_MAX_READ = 4 << 20
+MAX_READ = 4 << 20
 _MAX_LINE = 64 << 10
 _END_OF_LINE = re.compile(rb"\r*\n|\r+(?!\Z)")
 _TAIL_BYTES = 64 << 10  # a crashing Python lists its extension modules in a line of kilobytes
@@ -41,7 +41,7 @@ class Tail:
     def lines(self, *, rest: bool = False) -> list[str]:
         """Return the lines added since the last call, with `rest` also an unfinished one; empty if there is no file.
 
-        Without `rest`, at most `_MAX_READ` bytes are read.
+        Without `rest`, at most `MAX_READ` bytes are read.
         """
         new = self._read()
         *whole, self._rest = _END_OF_LINE.split(self._rest + new)
@@ -58,7 +58,7 @@ class Tail:
         try:
             fd, _ = open_regular(self.path)
             try:
-                new = os.pread(fd, _MAX_READ, self.offset)
+                new = os.pread(fd, MAX_READ, self.offset)
             finally:
                 os.close(fd)
         except OSError:

@@ -35,7 +35,7 @@ def devices_here(gpus: str | None = None) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
-    return _all_devices()
+    return all_devices()
 
 
 def _named_devices(gpus: str) -> list[str]:
@@ -44,7 +44,7 @@ def _named_devices(gpus: str) -> list[str]:
         raise SubmitError(f"--gpus {gpus} is not a list of devices such as 0,1 (or none)")
     if len(set(devices)) != len(devices):
         raise SubmitError(f"--gpus {gpus}: give each device once, such as 0,1,3, or none")
-    if not _all_devices() and not _torch_has_gpu():
+    if not all_devices() and not _torch_has_gpu():
         raise SubmitError(
             f"--gpus {gpus}: there is no GPU on this machine; --procs P instead trains P ranks on the CPU"
         )
@@ -58,7 +58,8 @@ def _torch_has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _all_devices() -> list[str]:
+def all_devices() -> list[str]:
+    """Return the indices of this machine's NVIDIA GPUs, whichever are visible to torch; empty if there are none."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],

@@ -21,7 +21,7 @@ from cluster_ddp.run.events import NODE_FAILED, EventWriter, login_writer
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.run.storage import open_append
 
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 _STOPPED_LOOKS = 25  # and not seconds, in which this process may have been stopped too
 # When one node has failed, the others notice as their collectives fail; if they do not, they are ended.
 _OTHERS_SECONDS = 10.0
@@ -109,12 +109,12 @@ class Supervisor:
     def run(self) -> None:
         """Start the node programs and wait until the last of them has ended, here and on other machines."""
         with noting_stops(self._signals):
-            self._children = [self._start_node(node) for node in self._start.nodes_here]
+            self._children = [self.start_node(node) for node in self._start.nodes_here]
             while any(child.poll() is None for child in self._children) or not self._others_have_ended():
                 self._pass_on()
                 self._look_after()
                 self._tell_of_stopped()
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
         self._record_killed()
 
     def _record_killed(self) -> None:
@@ -129,7 +129,8 @@ class Supervisor:
             error = f"its node program was killed from outside, for example because memory ran out ({how})"
             writer.write(NODE_FAILED, attempt=self._attempt.number, node=node, host=host, error=error, suspect=True)
 
-    def _start_node(self, node: int) -> subprocess.Popen[bytes]:
+    def start_node(self, node: int) -> subprocess.Popen[bytes]:
+        """Start the program of one node."""
         run = str(self._attempt.run.path)
         number = self._attempt.number
         parent = os.getpid()

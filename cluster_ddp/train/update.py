@@ -49,7 +49,7 @@ class Update:
         self.norm: Tensor | None = None
         self._parameters = list(parameters)
         self._clip_norm = clip_norm
-        self._tally = _Tally()
+        self._tally = Tally()
         self._on_device = self._parameters[0].device.type != "cpu"
         self._fused = takes_found_inf(optimizer)
         self._clears_more = type(optimizer).zero_grad is not Optimizer.zero_grad  # such as the gradients of each sample
@@ -222,7 +222,7 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-class _Tally:
+class Tally:
     """Counts skipped updates. A result on the device is read when the next one arrives, or when asked for."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ def test_launch_lines_are_commands_that_run(
 ) -> None:
     lines = re.findall(r"\| `cluster-ddp (.*?)` \|", LAUNCH)
     assert len(lines) > 8
-    monkeypatch.setattr("cluster_ddp.submit.machine._all_devices", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr("cluster_ddp.submit.machine.all_devices", lambda: ["0", "1", "2", "3"])
     for line in set(lines):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3" if "--gpus" in line else "")
         assert "torchrun" in ask(*shlex.split(line), "--dry-run")

@@ -120,10 +120,10 @@ def test_storage_that_refuses_costs_no_line(
 def test_much_that_is_left_is_written_in_pieces(printing: Printing, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that prints faster than the storage takes it leaves gigabytes, which do not fit into memory."""
     written: list[int] = []
-    append = rank_output._append
-    monkeypatch.setattr(rank_output, "_append", lambda path, data: (written.append(len(data)), append(path, data)))
-    monkeypatch.setattr(rank_output, "_MAX_WAITING", 4096)
-    monkeypatch.setattr(logs, "_MAX_READ", 4096)
+    append = rank_output.append
+    monkeypatch.setattr(rank_output, "append", lambda path, data: (written.append(len(data)), append(path, data)))
+    monkeypatch.setattr(rank_output, "MAX_WAITING", 4096)
+    monkeypatch.setattr(logs, "MAX_READ", 4096)
     for _ in range(64):
         printing.say(0, "x" * 1023 + "\n")
     assert sum(1 for _ in printing.output.rest()) == 64

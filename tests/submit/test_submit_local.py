@@ -323,7 +323,7 @@ def test_ctrl_c_while_an_attempt_begins_stops_it(tmp_path: Path, monkeypatch: py
         return attempt
 
     monkeypatch.setattr(local, "begin_attempt", interrupted)
-    monkeypatch.setattr(local.Supervisor, "_start_node", lambda *_: subprocess.Popen(["sleep", "0.5"]))
+    monkeypatch.setattr(local.Supervisor, "start_node", lambda *_: subprocess.Popen(["sleep", "0.5"]))
     spec = JobSpec(name="x", script="x.py", runs_dir=str(tmp_path))
     run, status = local.start_local(local.plan_local(spec, gpus="none"), show=sys.stdout)
     request = read_stop(run.attempt(0))

@@ -28,7 +28,7 @@ SCRIPT = JobSpec(name="a", script="train.py")
 def test_devices_are_divided_among_the_nodes(
     arguments: dict[str, Any], devices: Any, procs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_all_devices", lambda: ["0"])
+    monkeypatch.setattr(machine, "all_devices", lambda: ["0"])
     start = local.plan_local(SCRIPT, **arguments)
     assert (start.gpus, start.procs) == (devices, procs)
     for node, share in enumerate(devices):
@@ -41,7 +41,7 @@ def test_devices_are_divided_among_the_nodes(
         ({"nodes": 2, "gpus": "0,1,2"}, "divided among 2 nodes"),
         ({"gpus": "0,1", "procs": 3}, "--gpus none"),
         ({"gpus": "0,0"}, "once"),
-        ({"gpus": "x"}, r"--gpus x: is not a list of devices such as 0,1 \(or none\)"),
+        ({"gpus": "x"}, r"--gpus x is not a list of devices such as 0,1 \(or none\)"),
         ({"gpus": "0,"}, "is not a list of devices"),
         ({"gpus": "-1"}, "is not a list of devices"),
     ],
@@ -49,14 +49,14 @@ def test_devices_are_divided_among_the_nodes(
 def test_devices_that_do_not_fit_are_refused(
     arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_all_devices", lambda: ["0"])
+    monkeypatch.setattr(machine, "all_devices", lambda: ["0"])
     with pytest.raises(SubmitError, match=words):
         local.plan_local(SCRIPT, **arguments)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_without_nvidia_smi_torch_knows_whether_there_are_gpus(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_all_devices", list)
+    monkeypatch.setattr(machine, "all_devices", list)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     if has_gpu:
         assert local.plan_local(SCRIPT, gpus="0,1").procs == 2

@@ -20,9 +20,9 @@ def test_a_node_program_that_is_stopped_is_told_with_what_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command waits for it, with all of its output."""
-    monkeypatch.setattr("cluster_ddp.submit.supervisor._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("cluster_ddp.submit.supervisor.POLL_SECONDS", 0.01)
     stopped = subprocess.Popen(["sh", "-c", "kill -STOP $$"])
-    monkeypatch.setattr(local.Supervisor, "_start_node", lambda *_: stopped)
+    monkeypatch.setattr(local.Supervisor, "start_node", lambda *_: stopped)
     said: list[str] = []
 
     def follow(message: str) -> None:

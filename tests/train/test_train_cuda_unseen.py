@@ -26,7 +26,7 @@ from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients
-from cluster_ddp.train.update import Update, _Tally, any_not_finite_on_device
+from cluster_ddp.train.update import Tally, Update, any_not_finite_on_device
 
 
 def test_ranks_compare_tensors_of_which_some_are_on_the_cpu() -> None:
@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_finite_spoils_the_smallest_gradient_that_can_show_it
 
 
 def test_skipped_updates_are_counted_when_the_next_verdict_arrives() -> None:
-    tally, counted = _Tally(), list[tuple[int, int]]()
+    tally, counted = Tally(), list[tuple[int, int]]()
     for was_skipped in (0.0, 1.0, 1.0, 0.0, 1.0):
         tally.count_later(torch.tensor(was_skipped))
         counted.append((tally.skipped, tally.in_a_row))

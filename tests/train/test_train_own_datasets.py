@@ -25,7 +25,7 @@ SHARDS, ROWS = 8, 12  # of a file
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    preload("datasets", anew=True)
+    preload("datasets", restart=True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 

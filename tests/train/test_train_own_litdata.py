@@ -17,7 +17,7 @@ pytestmark = pytest.mark.datasets
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("litdata")
-    preload("litdata", anew=True)
+    preload("litdata", restart=True)
     monkeypatch.setenv("DATA_OPTIMIZER_CACHE_FOLDER", str(tmp_path / "cache"))
 
 

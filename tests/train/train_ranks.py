@@ -36,10 +36,10 @@ _PRELOADED = [
 _server.set_forkserver_preload(_PRELOADED)
 
 
-def preload(*modules: str, anew: bool = False) -> None:
-    """Fork ranks from a process that has imported these as well; `anew`: in the environment of now."""
+def preload(*modules: str, restart: bool = False) -> None:
+    """Fork ranks from a process that has imported these as well; `restart` it even if it has."""
     server = forkserver._forkserver
-    if server._preload_modules == [*_PRELOADED, *modules] and not anew:
+    if server._preload_modules == [*_PRELOADED, *modules] and not restart:
         return
     _server.set_forkserver_preload([*_PRELOADED, *modules])
     if server._forkserver_pid is not None:

@@ -35,7 +35,7 @@ from cluster_ddp.run.storage import Storage, closing, open_append
 AGENT_LOG = "agent.log"
 _GATHERED = "gathered.json"  # how far each file was copied, for the reaper of a killed node program
 _WRITE_SECONDS = 1.0
-_MAX_WAITING = 4 << 20  # characters that may wait while the storage accepts none
+MAX_WAITING = 4 << 20  # characters that may wait while the storage accepts none
 _KEPT_BYTES = 64 << 10  # of what was copied: the end says why a rank died
 _FREED_BYTES = 1 << 20  # at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -92,7 +92,7 @@ class RankOutput:
             waits until there is space.
         """
         try:
-            _append(log, b"")
+            append(log, b"")
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -113,7 +113,7 @@ class RankOutput:
         for started in self.exits.started.values():
             self._follow(Path(started.folder) / "stdout.log", started.rank, is_error=False)
             self._follow(Path(started.folder) / "stderr.log", started.rank, is_error=True)
-        if sum(map(len, self._waiting)) > _MAX_WAITING:
+        if sum(map(len, self._waiting)) > MAX_WAITING:
             self._write()
             if self._waiting:
                 return []
@@ -135,7 +135,7 @@ class RankOutput:
         self._next_write = time.monotonic() + _WRITE_SECONDS
         data = "".join(f"{line}\n" for line in self._waiting).encode(errors="replace")
         try:
-            _append(self.log, data)
+            append(self.log, data)
         except OSError as error:  # it is retried
             if not self._failed:
                 say(f"cluster-ddp: cannot write what the ranks print to {self.log}: {error.strerror or error}")
@@ -162,7 +162,8 @@ class RankOutput:
         return {}
 
 
-def _append(path: Path, data: bytes) -> None:
+def append(path: Path, data: bytes) -> None:
+    """Append to a log."""
     storage, fd = Storage(), open_append(path)  # opened each time: others see what was written only once it is closed
     with closing(storage, fd):
         storage.write(fd, data)

@@ -145,7 +145,7 @@ def train(place: Path, hook: Callable[[nn.Module], Hooked]) -> None:
             optimizer.step()
 
 
-def test_what_each_step_sets_anew_is_not_told(tmp_path: Path) -> None:
+def test_what_each_step_sets_again_is_not_reported(tmp_path: Path) -> None:
     for hook in (in_a_dict, in_an_object, in_a_list_that_is_emptied, in_an_attribute, in_an_attribute_of_none):
         run = new_run(tmp_path / hook.__name__)
         run_ranks(train, 1, run.path, hook)
