@@ -124,8 +124,8 @@ def read_sweep(sweep: SweepDirectory) -> SweepRecord:
         raise RunError(f"{sweep.record_file} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RunError(
-            f"{sweep.record_file} cannot be read: it is not what cluster_ddp writes ({error}). Move it away and run "
-            "the sweep command again: it finds the existing runs"
+            f"{sweep.record_file} cannot be read: it was not written by cluster_ddp, or is damaged ({error}). Move it "
+            "away and run the sweep command again: it finds the existing runs"
         ) from error
 
 
