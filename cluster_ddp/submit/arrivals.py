@@ -29,7 +29,7 @@ from cluster_ddp.run.storage import Storage, write_json
 _NAME = re.compile(r"(\d{1,6})of(\d{1,6})x(\d{1,6})~([0-9a-f]{12})~(.+)")
 _POLL_SECONDS = 0.5
 _TOUCH_SECONDS = 2.0
-_ARRIVAL_SECONDS = 30.0  # network storage may show a touch late
+_GONE_AFTER_SECONDS = 30.0  # network storage may show a touch late
 _LATE_SECONDS = 60.0  # for which an attempt may be visible before its arrivals
 _NAMES_SHOWN = 8
 
@@ -209,7 +209,7 @@ class Meeting:
         seen = self._seen.setdefault(arrival.name, _Seen(touched))
         if touched != seen.touched:
             seen.touched, seen.changed = touched, time.monotonic()
-        return seen.changed is not None and time.monotonic() - seen.changed < _ARRIVAL_SECONDS
+        return seen.changed is not None and time.monotonic() - seen.changed < _GONE_AFTER_SECONDS
 
     def _refuse_other_sizes(self, waiting: Sequence[Arrival]) -> None:
         for arrival in waiting:

@@ -11,7 +11,7 @@ from cluster_ddp.run.events import NODE_STARTED
 from cluster_ddp.run.history import History
 from cluster_ddp.words import listed
 
-_NODE_SECONDS = 120.0  # nodes touch their file every few seconds; network storage may show it a minute late
+_SILENT_AFTER_SECONDS = 120.0  # nodes touch their file every few seconds; network storage may show it a minute late
 _NAMED = 3
 
 
@@ -40,7 +40,7 @@ def silent_nodes(history: History) -> str | None:
 def _silent(touched: dict[str, float], now: float) -> dict[str, float]:
     """Return for how long each silent host has been so."""
     now = max([now, *touched.values()])  # this machine's clock may be behind the storage's
-    return {host: now - moment for host, moment in touched.items() if now - moment > _NODE_SECONDS}
+    return {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_AFTER_SECONDS}
 
 
 def _storage_time(attempt: AttemptDirectory) -> float:
