@@ -301,7 +301,9 @@ def refuse_different_state(
     values = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
     values |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
     leaves = (leaf for name, value in values.items() for leaf in _leaves(name, value))
-    found = {name.removeprefix(_HANDED_OVER): _short(json.dumps(value)) for name, value in leaves}
+    # An optimizer that is given a set of parameters has its states in another order on each rank.
+    texts = ((name, json.dumps(value, sort_keys=name.startswith("optimizer_"))) for name, value in leaves)
+    found = {name.removeprefix(_HANDED_OVER): _short(text) for name, text in texts}
     if named:
         found.update(zip(named, tensor_digests(list(named.values())).tolist(), strict=True))
     first, *others = all_gather_object(found)

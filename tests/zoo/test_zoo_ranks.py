@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from train_ranks import run_ranks
 from zoo_models import FEATURES, mlp
+from zoo_optimizers import CountsForItself
 from zoo_table import OF_RANKS
-from zoo_training import CRASHES, Case, ZooTask, judge
+from zoo_training import CRASHES, MADE, Case, ZooTask, judge
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import WARNING, read_events
@@ -126,14 +127,18 @@ class Largest(nn.Module):
 
 
 class LimitsScores(ZooTask):
-    """A hook of its optimizer uses what the forward passes since the last update have kept, and empties it."""
+    """A hook of its optimizer uses what the forward passes since the last update have kept, and empties it.
+
+    The optimizer, which counts, has the parameters in another order on one rank, as those of a set would be.
+    """
 
     def model(self) -> nn.Module:
         return Largest()
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         assert isinstance(model, Largest)
-        made = super().optimizer(model, lr)
+        parameters = list(model.parameters())
+        made = MADE[self] = CountsForItself(parameters[:: -1 if dist.get_rank() == 1 else 1], lr)
 
         def limit(*_: object) -> None:
             assert model.largest is not None
