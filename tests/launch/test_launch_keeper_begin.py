@@ -106,7 +106,7 @@ def test_an_attempt_that_was_given_up_does_not_begin_later(fast_disk: Path, monk
     live(world)
     assert world.queued
     _, begin, *_ = abandoned
-    with pytest.raises(RunError, match="was given up"):
+    with pytest.raises(RunError, match="was abandoned before it began"):
         begin()
     assert list(run.attempts.iterdir()) == []
 

@@ -336,7 +336,7 @@ class Extra(Plain):
 
 def test_extra_state_that_a_checkpoint_cannot_hold_is_refused_at_the_start() -> None:
     spec = job(train={"steps": 3, "global_batch": 24})
-    with pytest.raises(ClusterDDPError, match=r"extra\.side\._extra_state\.call is a builtins\.function"):
+    with pytest.raises(ClusterDDPError, match=r"extra\.side\._extra_state\.call is of type builtins\.function"):
         Trainer(spec, Extra({"call": lambda: 0}))
 
 

@@ -120,7 +120,7 @@ def refused_first(place: Path) -> list[str]:
 def test_a_loop_that_is_refused_is_none(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     ((first, second),) = run_ranks(refused_first, 1, run.path)
-    assert first.startswith("no optimizer is passed in") and second.startswith("a run has one loop")
+    assert first.startswith("no torch.optim.Optimizer is passed in") and second.startswith("a run has one loop")
     assert states(run) == ["started", "completed"]
 
 
