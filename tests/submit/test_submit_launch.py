@@ -164,7 +164,7 @@ def test_node_that_does_not_come_is_named_and_costs_no_attempt(tmp_path: Path, c
     status, out, _ = finish(call("status", "pair", "--json"))
     assert json.loads(out)["state"] == "PENDING"
     status, _, err = finish(call("stop", "pair"))
-    assert status == 2 and "wait for each other" in err and "queue" not in err
+    assert status == 2 and "waiting for each other" in err and "queue" not in err
 
 
 def test_node_0_of_a_name_that_is_unknown_is_refused_at_once(tmp_path: Path, call: Call, script: Path) -> None:
