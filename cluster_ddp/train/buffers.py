@@ -54,7 +54,7 @@ class Buffers:
             self._held = [buffer.detach() for buffer in found if buffer is not None]
             self._live = [written_once(buffer) for buffer in self._held]
             self._copies = [buffer.clone() for buffer in self._live]
-        else:
+        elif self._copies:  # those of InstanceNorm are None
             torch._foreach_copy_(self._copies, self._live)
 
     def put_back(self, was_skipped: bool | Tensor) -> None:
@@ -71,7 +71,8 @@ class Buffers:
                 kept_buffers = (buffer for buffer in self._kept if buffer is not None)
                 for buffer, held in zip(kept_buffers, self._held, strict=True):
                     buffer.data = held
-            torch._foreach_copy_(self._live, self._copies)
+            if self._copies:
+                torch._foreach_copy_(self._live, self._copies)
 
     def _find(self) -> list[Tensor | None]:
         return [slot.get(name) for slot, name in self._slots]

@@ -272,9 +272,23 @@ class CompressesByItself(Compresses):
         model.register_comm_hook({}, lambda rest, bucket: sends_in_16_bits(rest, bucket))  # DDP reads annotations
 
 
+class CompressesApart(Plain):
+    """Has another network in DDP, whose hook is one of torch's."""
+
+    def model(self) -> nn.Module:
+        self.critic = DistributedDataParallel(nn.Linear(4, 4))
+        self.critic.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.critic.zero_grad()
+        self.critic(torch.ones(4, 4)).square().sum().backward()
+        return super().loss(model, batch)
+
+
 def said_of_hooks(folder: Path) -> list[str]:
     said = []
-    for task in (Compresses(), CompressesByItself()):
+    for task in (Compresses(), CompressesByItself(), CompressesApart()):
         with contextlib.redirect_stderr(io.StringIO()) as stream:
             spec = job(train={"steps": 2, "global_batch": 12})
             made = create_run(spec, runs_dir=folder, via="local", script=None) if is_main_process() else None
@@ -284,6 +298,7 @@ def said_of_hooks(folder: Path) -> list[str]:
 
 
 def test_a_communication_hook_with_a_state_is_told(tmp_path: Path) -> None:
-    of_torch, of_user = run_ranks(said_of_hooks, 2, tmp_path)[0]
+    of_torch, of_user, apart = run_ranks(said_of_hooks, 2, tmp_path)[0]
     assert "a communication hook that keeps a state (PowerSGDState)" in of_torch
     assert "the model given to loss().communication hooks, which no checkpoint contains" in of_user
+    assert "training changes task.critic, which no checkpoint contains" in apart

@@ -100,6 +100,13 @@ def test_buffers_are_put_back_bit_by_bit_by_an_answer_on_the_device() -> None:
     assert model.none is None
 
 
+def test_a_model_whose_buffers_are_none_trains() -> None:
+    buffers = Buffers(nn.InstanceNorm1d(3))
+    for was_skipped in (False, True):
+        buffers.keep()
+        buffers.put_back(was_skipped)
+
+
 def test_buffers_that_have_been_given_other_memory_are_put_back() -> None:
     model = nn.BatchNorm1d(3)
     buffers = Buffers(model)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
-from cluster_ddp.train.objects.inner_parts import inner_parts
+from cluster_ddp.train.objects.inner_parts import CONTAINERS, inner_parts
+from cluster_ddp.train.objects.kinds import is_of_library
 
 
 def watch_comm_hooks(wrapped: Sequence[DistributedDataParallel], warn: Callable[[str], None]) -> Iterator[None]:
@@ -30,11 +31,13 @@ def watch_comm_hooks(wrapped: Sequence[DistributedDataParallel], warn: Callable[
 
 
 def states_of_hooks(model: DistributedDataParallel) -> list[object]:
-    """What the communication hooks of a model may keep something in."""
-    return [state for _, state in model._comm_hooks]
+    """What the communication hooks of a model may keep something in; of an object of torch's, its parts."""
+    states = [state for _, state in model._comm_hooks]
+    are_seen = [isinstance(state, CONTAINERS) or not is_of_library(state) for state in states]
+    return [state if is_seen else dict(inner_parts(state)) for state, is_seen in zip(states, are_seen, strict=True)]
 
 
 def _counts(wrapped: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, dict[str, int]]]:
     for model in wrapped:
-        for state in states_of_hooks(model):
+        for _, state in model._comm_hooks:
             yield type(state).__name__, {name: value for name, value in inner_parts(state) if type(value) is int}
