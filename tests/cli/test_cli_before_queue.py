@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def test_a_sweep_whose_models_take_long_is_tried_in_part(call: Call, here: Path,
     widths = ",".join(map(str, range(4, 400, 4)))
     answer = call("sweep", "job.yaml", "--set", "task=slow.py:Picky", "--grid", f"params.width={widths}")
     assert answer.status == 0, answer.err
-    assert "of 99 different params 9" in answer.err and " were not tried" in answer.err
+    assert re.search(r"9\d of 99 different params were not tried", answer.err)
 
 
 def test_a_task_file_asks_for_nothing_that_trains() -> None:

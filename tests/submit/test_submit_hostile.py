@@ -38,7 +38,7 @@ class Written:
         )
         for made in (self.run / "events", self.run / "attempts", self.here, self.programs, self.scripts):
             made.mkdir(parents=True)
-        for name in ("job.yaml", "run.json"):
+        for name in ("job.yaml", "run.json", "slurm-7.out"):
             (self.run / name).write_text("{}")
         (self.programs / "touch").symlink_to("/usr/bin/touch")
 
