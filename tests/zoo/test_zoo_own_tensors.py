@@ -252,6 +252,7 @@ class KeepsDirections(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         inputs, labels = batch
+        self.directions, self.teacher = self.directions.to(inputs.device), self.teacher.to(inputs.device)
         self.directions = torch.linalg.eigh(self.directions + inputs.T @ inputs)[1]
         self.teacher.weight.data = self.teacher.weight.data.T.contiguous().T
         return super().loss(model, (self.teacher(inputs @ self.directions), labels))

@@ -105,4 +105,6 @@ def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
 def _as_text(value: Any) -> str:
     tensors = dict[str, Tensor]()
     packed = without_strides(comparable(Packer(tensors).pack(value, "task")))
-    return json.dumps([packed, contents(tensors.items())], sort_keys=True)
+    # On the CPU all of them: the state before the first step may be from there, and digests differ between devices.
+    there = [(name, tensor.cpu()) for name, tensor in tensors.items()]
+    return json.dumps([packed, contents(there)], sort_keys=True)
