@@ -9,10 +9,11 @@ from cluster_ddp.cli.output import inform, print_json_line, remark, say_what_nex
 from cluster_ddp.cli.run_states import show_metrics
 from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
+from cluster_ddp.run.directory import LOCAL_OUTPUT
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status.report import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, read_sweep
-from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
+from cluster_ddp.run.via import LOCAL
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.sweep import Submitted, SweepPlan, planned_before, submit_sweep
 

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from cluster_ddp.printing import one_line
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, is_in_the_way, read_attempt
-from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import KEY_BYTES, AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
-from cluster_ddp.run.errors import RunAlive, RunEnded, RunError, resume_command
+from cluster_ddp.run.errors import RunAlive, RunError, resume_command
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import add_slurm_job, begin_as_copy, original_of, read_record, update_record
-from cluster_ddp.run.run_state import RunState
+from cluster_ddp.run.requeue.decision import decide_late, record_decision
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
 
@@ -93,7 +92,7 @@ def begin_attempt(
                 same_cluster = None in (cluster, last.cluster) or cluster == last.cluster
                 asks = (job_alive, another_runs) if same_cluster else (None, None)
                 _make_sure_it_is_over(history, last, *asks)
-            decision = _decide_late(history, last)
+            decision = decide_late(history, last)
         number = _next_number(history, last)
         record = AttemptRecord(number, time.time(), process, slurm_job_id, restart_count, nodes, procs, cluster=cluster)
         try:
@@ -246,24 +245,6 @@ def publish(run: RunDirectory, record: AttemptRecord, given_up: Callable[[], boo
         raise
     storage.fsync_dir(run.attempts)
     return True
-
-
-def _decide_late(history: History, last: AttemptRecord) -> Decision | None:
-    """Decide on an attempt that was killed before its keeper could; None if that is done or was forgiven by a resume.
-
-    Raises
-    ------
-    RunEnded
-        The run stalls.
-    """
-    if last.ended is not None or last.number < history.first_number:
-        return None
-    attempt = history.run.attempt(last.number)
-    decision = decide(history.run, attempt)
-    if decision.action == "stall":
-        record_decision(attempt, decision, writer=login_writer())
-        raise RunEnded(f"run {history.run.id} has stalled: {decision.why}", RunState.STALLED)
-    return decision
 
 
 def _make_sure_it_is_over(

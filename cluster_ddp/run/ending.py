@@ -51,7 +51,7 @@ _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_
 _BEFORE_TRAINING = (Phase.STARTING.word, Phase.READY.word, Phase.EVALUATING.word)
 
 Action = Literal["done", "requeue", "stop", "fail", "stall"]
-"""What follows an attempt (see `cluster_ddp.run.decision.Decision`)."""
+"""What follows an attempt (see `cluster_ddp.run.requeue.decision.Decision`)."""
 
 LONGEST_START_SECONDS = 600.0
 _NAMED = 3

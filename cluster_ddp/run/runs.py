@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cluster_ddp.job.site_file import RUNS_VARIABLE, site_file
 from cluster_ddp.printing import say_if_storage_is_slow
 from cluster_ddp.process import limit_umask
-from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
+from cluster_ddp.run.directory import SETUP_GUARD, START_FAILED, SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from cluster_ddp.run.code import Code
     from cluster_ddp.run.storage import Storage
 
-START_FAILED = "start-failed.sh"
-"""The file beside each batch script that says what to do when a start fails before Python runs."""
-SETUP_GUARD = "setup-guard.sh"
-"""The file beside a batch script with lines of launch.setup that guards them."""
+_SOURCES = {START_FAILED: "requeue/start_failed.sh", SETUP_GUARD: "setup_guard.sh"}
 _MAX_CANDIDATES_SHOWN = 10
 
 
@@ -87,7 +84,7 @@ def keep_script(storage: Storage, script: Path, text: str, *, mode: int) -> None
     from cluster_ddp.run.storage import replace_file
 
     for name in (START_FAILED, *([SETUP_GUARD] if SETUP_GUARD in text else [])):
-        source = Path(__file__).with_name(name.replace("-", "_"))
+        source = Path(__file__).parent / _SOURCES[name]
         replace_file(storage, script.with_name(name), source.read_bytes(), mode=mode & 0o660)
     replace_file(storage, script, text.encode(), mode=mode)
 

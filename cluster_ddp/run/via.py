@@ -7,6 +7,3 @@ LAUNCH = "launch"  # by the same command on each of several machines
 
 QUEUED = {SBATCH: "slurm-{job}.out", SUBMITIT: "submitit/{job}_0_log.out"}
 """The ways that go through a batch system, each with the file of the run directory that has a job's output."""
-
-LOCAL_OUTPUT = "local.out"
-"""The file of the run directory that has the output of a local start which no person watches."""

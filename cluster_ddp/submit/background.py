@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.process import limit_umask
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import LOCAL_OUTPUT, RunDirectory
 from cluster_ddp.run.storage import open_append
-from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
+from cluster_ddp.run.via import LOCAL
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError, as_program
 

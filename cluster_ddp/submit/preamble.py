@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
-from cluster_ddp.run.runs import SETUP_GUARD, START_FAILED
+from cluster_ddp.run.directory import SETUP_GUARD, START_FAILED
 
 IGNORE_SIGNALS = """trap '' "${cluster_ddp_signals[@]}" # Python is not killed while it starts"""
 """The line before the last command of a batch script, which runs the keeper."""
 
 TRIES = 3
-"""The limit on requeues after starts that failed before their keeper ran; the same as in `run/start_failed.sh`."""
+"""The limit on requeues after starts that failed before their keeper ran, as in `run/requeue/start_failed.sh`."""
 
 _ASK_TO_END = tuple(number.name.removeprefix("SIG") for number in ASK_TO_END)
 

@@ -20,13 +20,13 @@ from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.launch.environment import omp_threads
 from cluster_ddp.launch.processes import die_with_parent
 from cluster_ddp.printing import say
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import LOCAL_OUTPUT, RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.status.report import RunStatus, describe
 from cluster_ddp.run.status.sweep import TO_START
 from cluster_ddp.run.storage import open_append
 from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
-from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
+from cluster_ddp.run.via import LOCAL
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.element import run_of_element
 from cluster_ddp.submit.machine import devices_here

@@ -12,9 +12,9 @@ from documented import PROJECT
 PACKAGE = PROJECT / "cluster_ddp"
 PAGE = (PROJECT / "docs/contributing.md").read_text()
 FOLDERS = (
-    "job", "slurm", "run", "run/status", "checkpoint", "launch", "launch/keeper", "launch/node", "launch/torchrun",
-    "train", "train/data", "train/state", "train/objects", "train/own", "train/own/data", "train/own/watch", "submit",
-    "cli",
+    "job", "slurm", "run", "run/status", "run/requeue", "checkpoint", "launch", "launch/keeper", "launch/node",
+    "launch/torchrun", "train", "train/data", "train/state", "train/objects", "train/own", "train/own/data",
+    "train/own/watch", "submit", "cli",
 )  # fmt: skip
 ROOMS = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
 

@@ -13,9 +13,9 @@ from cluster_ddp.launch.keeper import beginning
 from cluster_ddp.launch.keeper.deciding import decide_after
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
-from cluster_ddp.run.decision import Decision, record_decision
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.requeue.decision import Decision, record_decision
 from cluster_ddp.slurm.start import SlurmStart, this_start
 
 

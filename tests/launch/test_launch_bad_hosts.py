@@ -15,11 +15,11 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.keeper.bad_hosts import bad_hosts, enough_others, hosts_to_avoid
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
-from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue.decision import decide
 from cluster_ddp.run.runs import create_run
 
 PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"

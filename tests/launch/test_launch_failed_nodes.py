@@ -12,11 +12,11 @@ from cluster_ddp.launch.keeper.bad_hosts import bad_hosts
 from cluster_ddp.launch.keeper.job_step_output import JobStepOutput
 from cluster_ddp.launch.keeper.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.keeper.running_job_step import RunningJobStep
-from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue.decision import decide
 from cluster_ddp.run.stopfile import request_stop
 
 

@@ -51,8 +51,8 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_templates_data_and_types(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"cluster_ddp/job_templates/{name}.yaml" for name in TEMPLATES} <= names
-    assert {"cluster_ddp/py.typed", "cluster_ddp/submit/template.sbatch", "cluster_ddp/run/start_failed.sh"} <= names
-    assert "cluster_ddp/run/setup_guard.sh" in names
+    assert {"cluster_ddp/py.typed", "cluster_ddp/submit/template.sbatch"} <= names
+    assert {"cluster_ddp/run/requeue/start_failed.sh", "cluster_ddp/run/setup_guard.sh"} <= names
     data = {str(p.relative_to(CHECKOUT)) for p in (CHECKOUT / "cluster_ddp/tasks/data").iterdir() if p.is_file()}
     assert data
     assert data <= names

@@ -9,8 +9,8 @@ from typing import Any
 
 from cluster_ddp.job import JobSpec, dump_resolved
 from cluster_ddp.run.attempt import begin_attempt
-from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.requeue.decision import Decision, decide, record_decision
 from cluster_ddp.run.status.report import describe
 from cluster_ddp.slurm.states import SlurmJob
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from run_builders import begin_dead, conclude
 
-from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue.decision import Decision, decide, record_decision
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]

@@ -9,10 +9,10 @@ from run_builders import begin_dead, conclude, limited
 
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import read_attempt
-from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.requeue.decision import decide
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from run_builders import begin_dead, conclude
 
-from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.requeue.decision import decide
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]

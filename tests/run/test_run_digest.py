@@ -13,11 +13,11 @@ from cluster_ddp.launch.keeper.bad_hosts import bad_hosts
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.causes import failures_of, root_failure
 from cluster_ddp.run.condense import condense, write_digest
-from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import outcome_of
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue.decision import decide
 from cluster_ddp.run.status.report import describe
 
 NODES = 40

@@ -124,7 +124,7 @@ def test_why_python_does_not_start_is_told(stage: Stage, python: str, said: str)
 
 
 def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> None:
-    assert f"\ntries={TRIES} " in Path(runs.__file__).with_name("start_failed.sh").read_text()
+    assert f"\ntries={TRIES} " in (Path(runs.__file__).parent / "requeue/start_failed.sh").read_text()
 
 
 @pytest.mark.parametrize(

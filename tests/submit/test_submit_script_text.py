@@ -82,9 +82,9 @@ def test_shellcheck_finds_nothing_in_a_script_that_has_everything(container: dic
 
 
 @needs_shellcheck
-@pytest.mark.parametrize("name", ["start_failed.sh", "setup_guard.sh"])
+@pytest.mark.parametrize("name", ["requeue/start_failed.sh", "setup_guard.sh"])
 def test_shellcheck_finds_nothing_in_what_a_script_calls(name: str) -> None:
-    assert shellcheck(Path(runs_module.__file__).with_name(name).read_text()) == ""
+    assert shellcheck((Path(runs_module.__file__).parent / name).read_text()) == ""
 
 
 def test_no_line_is_too_long_to_read() -> None:

@@ -1,8 +1,8 @@
 """Deciding what follows an attempt that has ended, in the time that storage and the end of the job leave for that.
 
 The *decision* is about the run, which is done, or is to be requeued, stopped, failed or stalled: it is made from the
-run's records, by `cluster_ddp.run.decision`. The *job action* is what this start of the job does then: end, requeue or
-fail.
+run's records, by `cluster_ddp.run.requeue.decision`. The *job action* is what this start of the job does then: end,
+requeue or fail.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cluster_ddp.launch.keeper.end_of_job import EndOfJob
 from cluster_ddp.launch.keeper.lost_nodes import record_lost_nodes
 from cluster_ddp.launch.keeper.patience import PASSING_SECONDS, storage_error
 from cluster_ddp.launch.keeper.script_outcome import record_script_outcome
-from cluster_ddp.run.decision import Decision, decide
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.ending import Action
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue.decision import Decision, decide
 from cluster_ddp.slurm.job_info import CANCEL
 from cluster_ddp.slurm.start import SlurmStart
 
@@ -108,7 +108,7 @@ def decide_after(
     Parameters
     ----------
     job_goes_on
-        See `cluster_ddp.run.decision.decide`.
+        See `cluster_ddp.run.requeue.decision.decide`.
     writer
         The name under which this process writes events.
     """

@@ -32,7 +32,6 @@ from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.attempt_record import is_superseded
-from cluster_ddp.run.decision import Decision, next_of_chain, prepare_to_decide
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunError, to_continue
 from cluster_ddp.run.events import (
@@ -43,6 +42,7 @@ from cluster_ddp.run.events import (
     EventWriter,
 )
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue.decision import Decision, next_of_chain, prepare_to_decide
 from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from cluster_ddp.launch.keeper.allocation import Allocation
 from cluster_ddp.launch.keeper.batch_host import BatchHost, say
 from cluster_ddp.process import host_name
 from cluster_ddp.run.attempt_record import list_attempts, read_attempt
-from cluster_ddp.run.decision import Decision, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.events import START_REFUSED, EventWriter, on_this_host
+from cluster_ddp.run.requeue.decision import Decision, record_decision
 
 RECORD_SECONDS = 20.0
 

@@ -1,7 +1,4 @@
-"""Decides what follows an attempt: done, a requeue, a stop, a failure or a stall.
-
-The keeper acts on it; if it was killed first, `run.attempt` decides when the next attempt begins.
-"""
+"""Decides what follows an attempt: done, a requeue, a stop, a failure or a stall."""
 
 from __future__ import annotations
 
@@ -11,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
+from cluster_ddp.run.attempt_record import AttemptRecord
 from cluster_ddp.run.causes import describe_failure, root_failure
 from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import LONGEST_START_SECONDS, Action, AttemptOutcome, Ending, finished_a_step, outcome_of
-from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.errors import RunEnded, RunError
+from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import PREEMPTION, TERMINATED
 
 if TYPE_CHECKING:
@@ -65,6 +64,24 @@ def decide(
         # If it was a preemption after all, Slurm restarts the job by itself; if it was scancel, nothing may.
         return Decision("stop", "stopped by a SIGTERM of unknown origin")
     return _within_limits(history, attempt.number, outcome, _limits(run))
+
+
+def decide_late(history: History, last: AttemptRecord) -> Decision | None:
+    """Decide on an attempt that was killed before its keeper could; None if that is done or was forgiven by a resume.
+
+    Raises
+    ------
+    RunEnded
+        The run stalls.
+    """
+    if last.ended is not None or last.number < history.first_number:
+        return None
+    attempt = history.run.attempt(last.number)
+    decision = decide(history.run, attempt)
+    if decision.action == "stall":
+        record_decision(attempt, decision, writer=login_writer())
+        raise RunEnded(f"run {history.run.id} has stalled: {decision.why}", RunState.STALLED)
+    return decision
 
 
 def prepare_to_decide() -> None:
