@@ -165,6 +165,8 @@ def settle_buckets(
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copied(also.state_dict()) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
+    # On the host, where there was memory for them when the model was built.
+    weights = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
     for held in parts_of(also, *variables_around([also]).values()):
         settle_layout(held, dist.get_world_size())
     in_ddp = [model] if isinstance(model, DistributedDataParallel) else []
@@ -173,6 +175,9 @@ def settle_buckets(
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets
         with wholly_undone(also, model):
             run_backward(refuse_bypass(model, loss))
+        for parameter, value in weights:  # loss() may change them by itself, as with a momentum encoder
+            if parameter.shape == value.shape:
+                parameter.data.copy_(value)
         if not has_hook and any(map(states_of_hooks, in_ddp)):
             # DDP takes only one, and keeps it; what says in the task that it has been given has been undone.
             in_ddp[0].register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def wholly_undone(*holders: object) -> Iterator[None]:
     """The same for all modules and what they hold, and for slots, variables of closures, tensors and arrays.
 
     For a pass that is thrown away: a flag such as "is initialised" has to be undone with what it stands for. Parameters
-    keep their values, for which there may be no memory, and DDP what it keeps for itself.
+    keep their values, which the caller has to restore, and DDP what it keeps for itself.
     """
     parts, kept = _kept(holders, _is_undone)
     weights = [part for part in parts if isinstance(part, Tensor)]
