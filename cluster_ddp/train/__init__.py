@@ -4,6 +4,7 @@ task, trainer, session            what a user writes, the training loop, and wha
 step, update, nonfinite           from losses to gradients, to new weights or a skipped step, to the end if too many are
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
 model, buffers, ema               the network and DDP, its buffers, the average of its weights
+recomputing                       activation checkpointing
 evaluation, evaluation_weights    evaluating, with the weights meant for it
 metric_names                      what an evaluation will return, read from its source
 saving, overlap                   when to save, and what may go on meanwhile

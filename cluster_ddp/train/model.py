@@ -7,9 +7,8 @@ uninterrupted one.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TaskError, TrainError
@@ -27,6 +25,7 @@ from cluster_ddp.train.objects.comm_hooks import states_of_hooks, watch_comm_hoo
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World, all_gather
+from cluster_ddp.train.recomputing import checkpoint_blocks
 from cluster_ddp.train.refusals import (
     SHAPED_BY_A_BATCH,
     refuse_bypass,
@@ -165,6 +164,8 @@ def settle_buckets(
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copied(also.state_dict()) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
+    # On the host, where there was memory for them when the model was built.
+    weights = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
     for held in parts_of(also, *variables_around([also]).values()):
         settle_layout(held, dist.get_world_size())
     in_ddp = [model] if isinstance(model, DistributedDataParallel) else []
@@ -173,6 +174,9 @@ def settle_buckets(
     for _ in range(2):  # after the first pass, DDP rebuilds its buckets
         with wholly_undone(also, model):
             run_backward(refuse_bypass(model, loss))
+        for parameter, value in weights:  # loss() may change them by itself, as with a momentum encoder
+            if parameter.shape == value.shape:
+                parameter.data.copy_(value)
         if not has_hook and any(map(states_of_hooks, in_ddp)):
             # DDP takes only one, and keeps it; what says in the task that it has been given has been undone.
             in_ddp[0].register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
@@ -285,64 +289,3 @@ def synchronised_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
         return model
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
-
-
-def checkpoint_blocks(model: nn.Module) -> int:
-    """Make the blocks of a model discard their activations and recompute them in the backward pass.
-
-    The blocks are the members of the outermost ModuleLists and Sequentials. Dropout draws the same numbers again, and
-    BatchNorm's statistics include each batch only once.
-
-    Raises
-    ------
-    TaskError
-        The model has no such blocks.
-    """
-    blocks = list(_blocks(model))
-    if not blocks:
-        raise TaskError(
-            "train.grad_checkpointing: the model has no nn.ModuleList or nn.Sequential whose members could be "
-            "checkpointed; put its blocks into one, or turn it off"
-        )
-    for block in blocks:
-        block.forward = functools.partial(_recomputed, block, block.forward)
-    return len(blocks)
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        yield from (child for child in module if any(True for _ in child.parameters()))
-        return
-    for child in module.children():
-        yield from _blocks(child)
-
-
-def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (block.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-
-    def contexts() -> tuple[Any, Any]:  # for the first computation and the recomputation
-        return contextlib.nullcontext(), _frozen_statistics(block)
-
-    used = {key: _unless_empty_cache(value) for key, value in kwargs.items()}
-    return checkpoint(forward, *map(_unless_empty_cache, args), use_reentrant=False, context_fn=contexts, **used)
-
-
-def _unless_empty_cache(value: Any) -> Any:
-    """None for a cache of transformers that is only to be filled: the recomputation would add to it once more."""
-    is_cache = type(value).__module__ == "transformers.cache_utils" and hasattr(value, "get_seq_length")
-    return None if is_cache and not value.get_seq_length() else value
-
-
-@contextlib.contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm, (_, batches) in zip(norms, before, strict=True):
-        # Not None, which SyncBatchNorm does not accept.
-        norm.momentum, norm.num_batches_tracked = 0.0, None if batches is None else batches.clone()
-    try:
-        yield
-    finally:
-        for norm, (momentum, batches) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, batches

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from own_loops import begin_attempt, failure
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job, new_run, train
@@ -290,6 +291,31 @@ def test_hooks_that_a_thrown_away_pass_registers_are_undone_with_their_flag() ->
         assert hooking.hooks() == [0, 0, 0, 0] and not hooking.is_hooked
     hooking()
     assert hooking.hooks() == [1, 1, 1, 1]
+
+
+class HooksWhatItHas(Plain):
+    """Gives hooks to modules and weights that __init__ has made, and to all modules, each time model() is called."""
+
+    def __init__(self) -> None:
+        self.teacher = super().model().requires_grad_(False)
+
+    def model(self) -> nn.Module:
+        self.teacher.register_forward_hook(lambda *args: args[-1] * 0.5)
+        self.teacher.get_parameter("0.weight").requires_grad_(True).register_hook(lambda gradient: gradient * 0.5)
+        register_module_forward_pre_hook(lambda *_: None)
+        return super().model()
+
+
+def test_hooks_that_model_gives_to_what_the_task_has_are_not_doubled_by_the_checks(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"train": {"steps": 3, "global_batch": 24}}
+    of_all = nn.modules.module._global_forward_pre_hooks
+    task = HooksWhatItHas()
+    try:
+        train(task, job(**settings), new_run(tmp_path, **settings))
+        of_weight = task.teacher.get_parameter("0.weight")._backward_hooks
+        assert [len(hooks or {}) for hooks in (task.teacher._forward_hooks, of_weight, of_all)] == [1, 1, 1]
+    finally:
+        of_all.clear()
 
 
 class HoldsArrays(Plain):

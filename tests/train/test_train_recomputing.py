@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job, train
 
 from cluster_ddp.train import TaskError
-from cluster_ddp.train.model import checkpoint_blocks, prepare_model
+from cluster_ddp.train.model import prepare_model
+from cluster_ddp.train.recomputing import checkpoint_blocks
 
 CPU = torch.device("cpu")
 
@@ -57,6 +61,56 @@ def test_blocks_with_synchronised_batchnorm_are_computed_again() -> None:
     assert isinstance(norm, nn.SyncBatchNorm) and norm.num_batches_tracked is not None and norm.running_mean is not None
     assert norm.num_batches_tracked.item() == 1
     torch.testing.assert_close(norm.running_mean, 0.1 * model[0](inputs).mean(0).detach())
+
+
+class Counts(nn.Linear):
+    """What it computes depends on how often it was called, by a buffer and by an attribute, and on random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.again, self.own = 0, np.random.default_rng(0)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.again += 1
+        noise = random.random() + np.random.rand() + self.own.random()
+        return torch.tanh(super().forward(inputs) * self.calls.clone() + self.again + noise)
+
+
+def test_blocks_are_computed_again_with_what_they_held_and_drew_at_first() -> None:
+    inputs = torch.randn(8, 4)
+
+    def gradients(*, checkpointed: bool, penalty: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        counts = Counts()
+        blocks = nn.ModuleList(
+            [
+                nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+                counts,
+                nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
+                nn.Linear(4, 4),
+            ]
+        )
+        if checkpointed:
+            checkpoint_blocks(blocks)
+        random.seed(0)
+        np.random.seed(0)
+        scores = inputs
+        for block in [*blocks, counts]:
+            scores = block(scores)
+        loss = scores.square().sum()
+        if penalty:  # the blocks are computed twice more
+            (slope,) = torch.autograd.grad(loss, counts.weight, create_graph=True)
+            loss = loss + slope.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        drawn = torch.tensor([random.random(), np.random.rand(), counts.own.random(), counts.again])
+        return [drawn, *blocks.buffers(), *(weight.grad for weight in blocks.parameters() if weight.grad is not None)]
+
+    for penalty in (False, True):
+        plain, again = (gradients(checkpointed=checkpointed, penalty=penalty) for checkpointed in (False, True))
+        for before, after in zip(plain, again, strict=True):
+            torch.testing.assert_close(after, before)
 
 
 class Cache(list[torch.Tensor]):

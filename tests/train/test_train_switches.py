@@ -61,6 +61,29 @@ def test_gradients_are_summed_once_a_step_in_buckets_of_the_size_asked_for() -> 
         assert bytes_cap == int(0.02 * 2**20) and buckets > 1
 
 
+class Drifting(Plain):
+    """Its loss moves a frozen parameter, as that of a momentum encoder moves."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        self.drift = nn.Parameter(torch.zeros(1), requires_grad=False)
+        made.register_parameter("drift", self.drift)
+        return made
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.drift.data += 1
+        return super().loss(model, batch)
+
+
+def drifted() -> float:
+    trainer, _ = train(Drifting(), job(train={"steps": 3, "global_batch": 24}))
+    return float(trainer.model.get_parameter("drift"))
+
+
+def test_what_loss_does_to_parameters_is_undone_after_the_passes_that_settle_the_buckets() -> None:
+    assert run_ranks(drifted, 2) == [3.0, 3.0]
+
+
 class Descending(Plain):
     """Plain gradient descent, so that an update is the gradient."""
 

@@ -148,6 +148,12 @@ def enclosing_methods(value: object) -> dict[str, FunctionType]:
     }
 
 
+def global_hooks() -> list[Any]:
+    """The dicts of the hooks of all modules and of all optimizers."""
+    of_modules = [hooks for hooks in vars(nn.modules.module).values() if are_hooks(hooks)]
+    return [*of_modules, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
 def are_hooks(value: Any) -> bool:
     """Whether these are hooks of a module or an optimizer, whose keys differ in each process."""
     return type(value) is collections.OrderedDict and all(type(key) is int for key in value)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.train.objects.comparing import equal_bits
-from cluster_ddp.train.objects.held import are_hooks, enclosing_methods, hooks_of_tensor
+from cluster_ddp.train.objects.held import are_hooks, enclosing_methods, global_hooks, hooks_of_tensor
 from cluster_ddp.train.objects.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.objects.surroundings import modules_around
 from cluster_ddp.train.randomness import parts_of
@@ -40,21 +40,26 @@ _NOTHING = object()
 
 _Kept = tuple[Any, Any, bool]
 """A place, what it held, and whether it is the user's."""
+_Hooks = tuple[Tensor, dict[str, dict[Any, Any]]]
+"""A tensor, and the hooks that it had."""
 
 
 @contextlib.contextmanager
 def undone(task: object) -> Iterator[None]:
     """Restore afterwards what the attributes of the task and of other objects of the user's hold, and their modules.
 
-    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models and optimizers,
-    since others may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not
+    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models, optimizers and
+    hooks, since others may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not
     restored.
     """
-    _, kept = _kept([task], lambda part: is_of_user(type(part).__module__))
+    parts, kept = _kept([task, *global_hooks()], lambda part: is_of_user(type(part).__module__) or are_hooks(part))
+    hooks = _hooks_of_tensors(parts)
     try:
         yield
     finally:
         _put_all_back(kept)
+        if not _has_threads():
+            _put_hooks_back(hooks)
 
 
 @contextlib.contextmanager
@@ -62,11 +67,10 @@ def wholly_undone(*holders: object) -> Iterator[None]:
     """The same for all modules and what they hold, and for slots, variables of closures, tensors and arrays.
 
     For a pass that is thrown away: a flag such as "is initialised" has to be undone with what it stands for. Parameters
-    keep their values, for which there may be no memory, and DDP what it keeps for itself.
+    keep their values, which the caller has to restore, and DDP what it keeps for itself.
     """
     parts, kept = _kept(holders, _is_undone)
-    weights = [part for part in parts if isinstance(part, Tensor)]
-    hooks = [{name: dict(held) for name, held in hooks_of_tensor(weight).items()} for weight in weights]
+    hooks = _hooks_of_tensors(parts)
     own = [part for part in parts if _is_undone(part)]
     functions = [getattr(part, "__func__", part) for part in parts]
     functions += [method for part in own for method in enclosing_methods(part).values()]
@@ -80,10 +84,8 @@ def wholly_undone(*holders: object) -> Iterator[None]:
     finally:
         _put_all_back(kept)
         if _has_threads():  # flags have not been undone
-            slots, numbers, weights, hooks = [], [], [], []
-        for weight, were in zip(weights, hooks, strict=True):
-            for name, held in hooks_of_tensor(weight).items():
-                _put_back(held, were.get(name, {}), has_all=True)
+            slots, numbers, hooks = [], [], []
+        _put_hooks_back(hooks)
         for (member, part), before in slots:
             if _content(member, part) is not before:
                 member.__delete__(part) if before is _NOTHING else member.__set__(part, before)
@@ -101,6 +103,17 @@ def _is_undone(part: object) -> bool:
     if isinstance(part, nn.Module):
         return not isinstance(part, DistributedDataParallel)
     return are_hooks(part) or not is_library(type(part).__module__)
+
+
+def _hooks_of_tensors(parts: Iterable[object]) -> list[_Hooks]:
+    weights = [part for part in parts if isinstance(part, Tensor)]
+    return [(weight, {name: dict(held) for name, held in hooks_of_tensor(weight).items()}) for weight in weights]
+
+
+def _put_hooks_back(hooks: list[_Hooks]) -> None:
+    for weight, were in hooks:
+        for name, held in hooks_of_tensor(weight).items():
+            _put_back(held, were.get(name, {}), has_all=True)
 
 
 def _numbers_in(parts: Iterable[object]) -> Iterator[Any]:

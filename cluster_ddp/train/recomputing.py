@@ -1,0 +1,155 @@
+"""Activation checkpointing: blocks that are computed again in the backward pass, as they were computed at first.
+
+Torch gives the recomputation the same random numbers of its own generators. All else that a block reads and changes,
+such as the statistics of a norm, the vectors of a spectral norm, a codebook or a counter, and other generators, would
+be as later blocks have left it, and would be changed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.randomness import GENERATORS, parts_of
+from cluster_ddp.train.whose_code import is_library
+
+_Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes or buffers of modules, and what they hold at a moment."""
+
+
+def checkpoint_blocks(model: nn.Module) -> int:
+    """Make the blocks of a model discard their activations and recompute them in the backward pass.
+
+    The blocks are the members of the outermost ModuleLists and Sequentials.
+
+    Raises
+    ------
+    TaskError
+        The model has no such blocks.
+    """
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise TaskError(
+            "train.grad_checkpointing: the model has no nn.ModuleList or nn.Sequential whose members could be "
+            "checkpointed; put its blocks into one, or turn it off"
+        )
+    for block in blocks:
+        block.forward = functools.partial(_recomputed, block, _Held(block), block.forward)
+    return len(blocks)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield from (child for child in module if any(True for _ in child.parameters()))
+        return
+    for child in module.children():
+        yield from _blocks(child)
+
+
+def _recomputed(block: nn.Module, held: _Held, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    used = {key: _unless_empty_cache(value) for key, value in kwargs.items()}
+    return checkpoint(forward, *map(_unless_empty_cache, args), use_reentrant=False, context_fn=held.contexts, **used)
+
+
+def _unless_empty_cache(value: Any) -> Any:
+    """None for a cache of transformers that is only to be filled: the recomputation would add to it once more."""
+    is_cache = type(value).__module__ == "transformers.cache_utils" and hasattr(value, "get_seq_length")
+    return None if is_cache and not value.get_seq_length() else value
+
+
+class _Held:
+    """What a block holds besides its weights, and what it may draw random numbers from."""
+
+    def __init__(self, block: nn.Module) -> None:
+        modules = list(block.modules())
+        self._with_buffers = [module for module in modules if module._buffers]
+        self._own = [module for module in modules if not is_library(type(module).__module__)]
+        generators = [part for part in parts_of(block) if isinstance(part, GENERATORS)]
+        self._generators = [part for part in generators if not isinstance(part, random.SystemRandom)]
+
+    def contexts(self) -> tuple[_Nothing, _AsBefore]:
+        """The contexts of a computation that begins now, and of its recomputation."""
+        return _Nothing(), _AsBefore(self, _copied(self.attributes()), self.states())
+
+    def attributes(self) -> _Attributes:
+        """What attributes and buffers hold now."""
+        places = [module._buffers for module in self._with_buffers] + [vars(module) for module in self._own]
+        return [(place, dict(place)) for place in places]
+
+    def states(self) -> list[Callable[[], Any]]:
+        """Functions that bring the generators back to where they are now; that of torch is not among them."""
+        own = [_state_of(generator) for generator in self._generators]
+        if not self._own:  # modules of torch draw from no others
+            return own
+        python, numpy_ = random.getstate(), np.random.get_state()
+        return [lambda: random.setstate(python), lambda: np.random.set_state(numpy_), *own]
+
+
+class _Nothing:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _AsBefore:
+    """A context in which a block holds and draws what it did at a moment, and after which nothing has changed.
+
+    It may be entered several times, as a backward pass with ``create_graph=True`` makes it.
+    """
+
+    def __init__(self, held: _Held, attributes: _Attributes, states: list[Callable[[], Any]]) -> None:
+        self._held, self._attributes, self._states = held, attributes, states
+        self._now: list[tuple[_Attributes, list[Callable[[], Any]]]] = []
+
+    def __enter__(self) -> None:
+        self._now.append((self._held.attributes(), self._held.states()))
+        _put(_copied(self._attributes), self._states)
+
+    def __exit__(self, *_: object) -> None:
+        _put(*self._now.pop())
+
+
+def _copied(attributes: _Attributes) -> _Attributes:
+    """The same with copies of the tensors, which the block may change; one with two names stays one."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.requires_grad:
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone()
+        return copies[id(value)]
+
+    return [(place, {name: copy(value) for name, value in values.items()}) for place, values in attributes]
+
+
+def _put(attributes: _Attributes, states: list[Callable[[], Any]]) -> None:
+    for place, values in attributes:
+        for name in [name for name in place if name not in values]:
+            del place[name]
+        place.update(values)
+    for restore in states:
+        restore()
+
+
+def _state_of(generator: Any) -> Callable[[], Any]:
+    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
