@@ -204,7 +204,7 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
     assert queues.startswith(
         "steps put tensors into memory, pool.images, replay, rows.actions, which no checkpoint contains"
     )
-    assert beside.startswith("steps change counted.count, which no checkpoint contains, in an object whose other")
+    assert beside.startswith("steps change counted.count, which no checkpoint contains, in an object of which")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint contains" in carried
 
@@ -286,3 +286,40 @@ def test_to_look_at_variables_does_not_keep_what_they_are() -> None:
         break
     value = None
     assert gone[0]() is None
+
+
+class Counting:
+    """An average whose decay depends on how often it was updated, as that of YOLOv5."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ema, self.updates = copy.deepcopy(model), 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for average, weight in zip(self.ema.parameters(), model.parameters(), strict=True):
+            average.data.lerp_(weight.data, 1 - 0.9 * (1 - 0.5**self.updates))
+
+
+def averages(place: Path, whole: bool) -> None:
+    """Passes in the average without what counts, or a `whole` one, which does not count."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        ema = Counting(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = SimpleNamespace(model=model, ema=ema.ema, optimizer=optimizer, step=0)
+        for _ in run.steps(4, model=model, optimizer=optimizer, ema=ema.ema):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+            trainer.step += 1
+            if not whole:
+                ema.update(model)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_count_of_an_average_that_was_passed_in_without_it_is_told(whole: bool, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(averages, 1, run.path, whole)
+    messages = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert [message.partition(", which")[0] for message in messages] == ([] if whole else ["steps change ema.updates"])

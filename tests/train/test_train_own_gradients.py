@@ -1,11 +1,18 @@
-"""Gradients that a custom loop adds to those of a step before are told; those of one step are not."""
+"""Gradients of a custom loop: those added to a previous step's are told, and those of zeros come back."""
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from own_loops import begin_attempt, digest, interrupt, new_run
 from torch import nn
+from train_ranks import run_ranks
 
+from cluster_ddp.train import join_run
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
 
 
@@ -39,3 +46,46 @@ def test_gradients_of_one_update_are_not_told(way: tuple[str, int, bool]) -> Non
 def test_gradients_from_before_the_last_update_are_told_once(way: tuple[str, int, bool]) -> None:
     (message,) = told(*way)
     assert "an update of SGD has gradients in it from before the last update" in message
+
+
+class Heads(nn.Module):
+    """Each batch trains one of them, and an embedding with sparse gradients or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+        self.words = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, step: int) -> Any:
+        inputs = torch.ones(2, 3) if step % 3 else self.words(torch.tensor([step % 4]))
+        return self.heads[step % 3](inputs).sum()
+
+
+def train_heads(place: Path, attempt: int, at: int | None, *, to_none: bool) -> str | None:
+    """A digest of the heads at the end; None if it was interrupted."""
+    begin_attempt(place, attempt)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(5)
+        model = Heads()
+        optimizers = [
+            torch.optim.Adam(model.heads.parameters(), lr=0.1),
+            torch.optim.SparseAdam(model.words.parameters(), lr=0.1),
+        ]
+        for step in run.steps(9, model=model, optimizers=optimizers):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            model(step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if step == at:
+                interrupt("crash")
+        return digest(model)
+    return None
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_weights_with_a_gradient_of_zeros_are_updated_after_a_resume_too(to_none: bool, tmp_path: Path) -> None:
+    calm, stopped = new_run(tmp_path / "calm"), new_run(tmp_path / "stopped")
+    wanted = run_ranks(train_heads, 1, calm.path, 0, None, to_none=to_none)
+    assert run_ranks(train_heads, 1, stopped.path, 0, 4, to_none=to_none) == [None]
+    assert run_ranks(train_heads, 1, stopped.path, 1, None, to_none=to_none) == wanted != [None]

@@ -206,6 +206,50 @@ def multiplies(model: nn.Module, once: Any) -> None:
         total.backward()
 
 
+def counts_labels(model: nn.Module, once: Any) -> None:
+    counts = collections.Counter[int]()
+    for batch in once:
+        counts.update([0, 1, 1])
+        weights = torch.tensor([1 / counts[0], 1 / counts[1]])
+        loss = (model(batch).square() * weights).mean()
+        loss.backward()
+
+
+class Bar:
+    """A progress bar of a library."""
+
+    __module__ = "packaging"
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def update(self) -> None:
+        self.n += 1
+
+
+def counts_by_a_bar(model: nn.Module, once: Any) -> None:
+    bar, shown = Bar(), Bar()
+    for batch in once:
+        loss = model(batch).square().mean() * min(1.0, bar.n / 10)
+        loss.backward()
+        for each in (bar, shown):
+            each.update()
+
+
+def steps_by_a_metric(model: nn.Module, once: Any) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    mean, scheduler = (
+        torchmetrics.MeanMetric(),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters())),
+    )
+    for _ in range(1):
+        for batch in once:
+            loss = model(batch).square().mean()
+            loss.backward()
+            mean.update(loss.detach())
+        scheduler.step(mean.compute())
+
+
 class Agent:
     """Runs its loop itself."""
 
@@ -269,6 +313,9 @@ def only_prints(model: nn.Module, once: Any) -> None:
         (multiplies, ["depends on mean, multiplier,"]),
         (only_prints, []),
         (adds_parts, []),
+        (counts_labels, ["change counts,"]),
+        (counts_by_a_bar, ["change bar,"]),
+        (steps_by_a_metric, ["change mean,"]),
         (lambda model, once: Agent(model).train(once), []),
     ],
 )

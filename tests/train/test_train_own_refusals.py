@@ -45,6 +45,18 @@ class Restless(Sampler[int]):
         return iter([(index + self.asked) % SAMPLES for index in range(SAMPLES)])
 
 
+class RestlessLater(Restless):
+    """The same, from the second epoch on."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__() if self.epoch else iter(range(SAMPLES))
+
+
 class Clocked(Images):
     """Draws from what nothing seeds."""
 
@@ -99,6 +111,9 @@ def fill(run: ScriptRun, kept: Any, model: nn.Module, optimizer: torch.optim.Opt
 REFUSED: dict[str, tuple[Any, str]] = {
     "sampler": (lambda run, model, opt: run.resumable(
         plain(sampler=Restless()), model=model, optimizer=opt, epochs=1), "Restless gives a different order each time"),
+    "sampler of later epochs": (lambda run, model, opt: run.resumable(
+        plain(sampler=RestlessLater()), model=model, optimizer=opt, epochs=2),
+        "RestlessLater gives a different order each time"),
     "samples": (lambda run, model, opt: loop_over(
         run.resumable(plain(Clocked()), model=model, optimizer=opt, epochs=1)), "sample 0 of"),
     "no length": (lambda run, model, opt: run.resumable(

@@ -12,6 +12,9 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))|(torch\.)?tensor\(-?[\d.e+-]+.*\)")
 _TIMES = re.compile(r"(\b|_)(time|now|utcnow|perf_counter|monotonic)(_ns)?\b")
 
+_ADDING = {"append", "appendleft", "extend", "insert"}
+_ADDING_TO_FIRST = {"heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"}
+
 
 def nodes_around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
     while (parent := parents.get(node)) is not None:
@@ -71,10 +74,16 @@ def assigned(node: ast.AST) -> set[str]:
 
 
 def added_to(node: ast.AST) -> set[str]:
-    """What this adds an item to, by ``weights.append(...)``, or sets one of, by ``weights[epoch, 0] = ...``."""
+    """What this adds an item to, by ``weights.append(...)``, or sets one of, by ``weights[epoch, 0] = ...``.
+
+    ``heapq.heappush(weights, ...)`` and ``bisect.insort(weights, ...)`` count, too.
+    """
     call = getattr(node, "value", None)
-    if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        items = [call.func.value] if call.func.attr == "append" else []
+    if isinstance(node, ast.Expr) and isinstance(call, ast.Call):
+        adds = isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING
+        items = [call.func.value] if adds else []  # type: ignore[attr-defined]
+        if (name_of(call.func) or "").rpartition(".")[2] in _ADDING_TO_FIRST:
+            items = call.args[:1]
     else:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         items = [to.value for to in targets if isinstance(to, ast.Subscript) and name_of(to) is None]

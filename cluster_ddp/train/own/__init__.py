@@ -3,7 +3,8 @@
 run, loop, loader, parts     what a program calls, and what happens around each of its steps
 geometry                     which samples a step stands for, and whether an attempt may resume from it
 passed_in, wrappers, kept,   what is saved: the objects the program passes in, without their wrappers, the values it
-twins, rank_buffers          keeps, and the buffers of which each rank has its own
+twins, rank_buffers,         keeps, the buffers of which each rank has its own, and which weights have a gradient
+zero_gradients
 beginning, blocks, leaving   whether the loop runs in its block, how blocks ended, and how the ranks leave an epoch
 skipped_updates, by_hand,    too many skipped updates, updates without the optimizer, and models distributed by
 wrapping                     something other than DDP

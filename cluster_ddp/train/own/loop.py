@@ -19,6 +19,7 @@ from cluster_ddp.train.own.leaving import LeaveBlock, Leaving
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.rank_buffers import RankBuffers
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
+from cluster_ddp.train.own.zero_gradients import ZeroGradients
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.ranks.distributed import broadcast_object
 from cluster_ddp.train.ranks.stop import AT_ONCE, StopDecision
@@ -103,6 +104,7 @@ class Loop:
         self._session, self._save_state, self._geometry, self.kept = session, save, geometry, kept
         self._passed_in, self._deal = passed_in, deal
         self._rank_buffers = RankBuffers(passed_in.modules, passed_in.wrapped, session.world, session.warn)
+        self._zero_gradients = ZeroGradients(list(passed_in.model.parameters()))
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.generators = OwnGenerators(passed_in.model, *passed_in.optimizers)
         self._skipped_updates = SkippedUpdates(passed_in.scalers, max_bad_steps)
@@ -162,6 +164,7 @@ class Loop:
             "kept": self.kept.by_rank,
             "kept in place": self.kept.in_place,
             "buffers": self._rank_buffers.state_dict(),
+            "gradients": self._zero_gradients.have,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,6 +181,7 @@ class Loop:
         self._passed_in.load_state_dict(state)
         if "buffers" in state["loop"]:  # not in checkpoints of older versions
             self._rank_buffers.load_state_dict(state["loop"]["buffers"])
+        self._zero_gradients.restore(state["loop"].get("gradients", ""))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         if state["geometry"].keys() != asdict(self._geometry).keys():
@@ -357,6 +361,7 @@ class Loop:
         self.before_save()
         self.kept.gather()
         self._rank_buffers.gather()
+        self._zero_gradients.gather()
         self._save_state(again=self._is_dirty)
         self._is_dirty = False
 

@@ -43,7 +43,8 @@ _REMEDIES = {
     "task": "load_state_dict() of the task has to restore everything that its state_dict() returns, and to copy into a "
     "tensor that is trained: with torch.no_grad(): self.scale.copy_(state['scale'])",
     "memory": "give each tensor its own memory: weight.copy_(other) instead of weight.data = other. Of a tensor and a "
-    "view of it, return one in state_dict(), and make the other from it in load_state_dict()",
+    "view of it, return one in state_dict(), and make the other from it in load_state_dict(). In your own loop, "
+    "keep copies: run.keep(weights=copy.deepcopy(model.state_dict()))",
     "counts": "report this as an error of cluster-ddp",
 }
 

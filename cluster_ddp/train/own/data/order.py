@@ -23,7 +23,7 @@ _KNOWN = (
     torch_data.SubsetRandomSampler,
     torch_data.WeightedRandomSampler,
 )
-_TRIED = 8
+_TRIED = 100_000  # elements that are compared, which takes 0.1 s
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 _SEVERAL = ("samplers", "batch_samplers")
 
@@ -42,7 +42,7 @@ class Order:
                 f"each of the {world_size} ranks would train on all samples: give the DataLoader "
                 "sampler=DistributedSampler(dataset), and shuffle there"
             )
-        if not self._is_known and self._first() != self._first():
+        if not self._is_known and not (self._is_repeated_in_second_epoch() and self._first(0) == self._first(0)):
             unknown = next(part for part in reversed(self.chain) if type(part) not in _KNOWN)
             raise TrainError(
                 f"the DataLoader's {type(unknown).__name__} gives a different order each time it is asked for the "
@@ -84,8 +84,14 @@ class Order:
                 part.generator = None
         return itertools.chain(first, chosen)
 
-    def _first(self) -> list[list[int]]:
-        return [indices_in(chosen) for chosen in itertools.islice(self(0), _TRIED)]
+    def _is_repeated_in_second_epoch(self) -> bool:
+        """Whether it is; some samplers shuffle only from there on, and begin with an order such as that of lengths."""
+        with contextlib.suppress(Exception):  # there may be no second epoch
+            return self._first(1) == self._first(1)
+        return True
+
+    def _first(self, epoch: int) -> list[list[int]]:
+        return [indices_in(chosen) for chosen in itertools.islice(self(epoch), min(_TRIED, self._length))]
 
 
 def samplers_in(sampler: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,11 @@ from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object,
 from cluster_ddp.train.own.watch.matters import changed_in_place_after_use, feeding_loss, reset_each_time
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.whose_code import is_own_class
+from cluster_ddp.train.whose_code import is_library, is_ours, is_own_class
 
 _LISTS = (list, collections.deque)
+_NUMBERS = (int, float)
+_METRIC = "metric_state"  # what a metric of torchmetrics has summed up
 _OTHERS = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
 _ARRAYS = (Tensor, np.ndarray)
 _MAX_PARTS = 1000  # parts of a list or dict that are compared
@@ -39,6 +41,9 @@ def watch_in_loss(saved: Saved, report: Reported) -> Iterator[None]:
 
     Tensors and arrays count if the loop computes the loss from them before it changes them in place, such as a bank of
     features; those that each step fills first do not.
+
+    The same holds for numbers in dicts, such as a `Counter` of the labels, for those in objects of libraries other than
+    torch and the like, such as that of a progress bar, and for the metrics of torchmetrics.
 
     The source of the running functions shows what the loss depends on, so that whatever only prints is not reported.
     Variables that the loop sets are left to `watch_counts` and `watch_carried`.
@@ -54,7 +59,7 @@ def watch_in_loss(saved: Saved, report: Reported) -> Iterator[None]:
     before = dict(in_running(find))
     yield
     now = dict(in_running(find))
-    kept = [value for value in saved.kept.values.values() if type(value) in (int, float)]
+    kept = [value for value in saved.kept.values.values() if type(value) in _NUMBERS]
     changed = [name for name, parts in now.items() if _has_changed(before.get(name, parts), parts, kept)]
     if names := sorted(name for name in changed if not report.has(name)):
         report(
@@ -85,7 +90,7 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
                 if not saved.has_named(name, frame) and changed_in_place_after_use(name, text, feeding.statements):
                     yield name, {None: _whole(found)}
                 continue
-            if inspect.ismethod(found) or not (isinstance(found, _LISTS) or is_own_class(type(found))):
+            if inspect.ismethod(found) or not (isinstance(found, (*_LISTS, dict)) or is_own_class(type(found))):
                 name = name.rpartition(".")[0]
                 found = value_of(name, frame)
             if _may_change(found) and not saved.has_named(name, frame):
@@ -94,7 +99,18 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
 
 def _may_change(found: Any) -> bool:
     is_own = is_own_class(type(found)) and not isinstance(found, _OTHERS) and not _runs_loop(found)
-    return is_own or isinstance(found, _LISTS)
+    return is_own or isinstance(found, (*_LISTS, dict)) or _is_of_library(found)
+
+
+def _is_of_library(found: Any) -> bool:
+    """Whether this is an object of a library that may count or sum up something, such as a progress bar or a metric."""
+    if isinstance(found, _OTHERS):
+        return hasattr(found, _METRIC)
+    kind = type(found)
+    is_object = (
+        hasattr(found, "__dict__") and not isinstance(found, (type, ModuleType)) and not inspect.isroutine(found)
+    )
+    return is_object and not (is_library(kind.__module__) or is_ours(found) or is_own_class(kind))
 
 
 def _has_changed(was: _Parts, now: _Parts, kept: Sequence[float]) -> bool:
@@ -115,7 +131,7 @@ def _contents(value: Any, without: set[str]) -> _Parts:
     """The numbers that a value holds, and fingerprints of whatever else it holds, without what was just computed."""
     parts = [(key, part) for key, part in _parts_of(value)[-_MAX_PARTS:] if getattr(part, "grad_fn", None) is None]
     parts = [(key, part) for key, part in parts if key not in without]
-    return {key: part if type(part) in (int, float) else fingerprint_of(part) for key, part in parts}
+    return {key: part if type(part) in _NUMBERS else fingerprint_of(part) for key, part in parts}
 
 
 def _whole(value: Tensor | np.ndarray[Any, Any]) -> int:
@@ -130,6 +146,12 @@ def _whole(value: Tensor | np.ndarray[Any, Any]) -> int:
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, _LISTS):
         return list(enumerate(value))
+    if isinstance(value, dict):  # what hooks put into one, say, each step sets before it reads it
+        return [(key, part) for key, part in list(value.items()) if type(part) in _NUMBERS]
+    if isinstance(value, nn.Module):
+        return list(getattr(value, _METRIC).items())
+    if not is_own_class(type(value)):
+        return [(key, part) for key, part in list(vars(value).items()) if type(part) in _NUMBERS]
     own = {name for kind in type(value).__mro__ if is_own_class(kind) for name in _builds_on_itself(kind)}
     return [(name, part) for name, part in vars(value).items() if name in own]
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cluster_ddp.train.objects.attributes import last_part
 from cluster_ddp.train.objects.syntax import name_of
 from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
-from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
+from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 from cluster_ddp.train.own.watch.bodies import program_files, read_once, source_of, tree_of
 from cluster_ddp.train.own.watch.reported import Report
@@ -41,7 +42,8 @@ def watch_queues(passed_in: PassedIn, kept: KeptValues, report: Report) -> Itera
     empties before it fills it, as for the features of hooks.
 
     Also reported are arrays and tensors in an object that fills them row by row, with the next row in a number beside
-    them, and numbers that steps change beside what the loop keeps, such as the count of images in a pool.
+    them, and numbers that steps change beside what the loop keeps, such as the count of images in a pool, or beside an
+    average that was passed in without the object that counts its updates.
 
     Parameters
     ----------
@@ -84,9 +86,9 @@ def _watch(saved: Saved, report: Report, empty: Sequence[list[Any]]) -> Iterator
     now = found_or_nothing(_beside_kept(saved))
     if names := sorted(name for name, number in now if beside.get(name, number) != number):
         report(
-            f"steps change {', '.join(names)}, which no checkpoint contains, in an object whose other contents "
-            "run.keep() keeps: after a resume they would not match. Give the object state_dict() and "
-            "load_state_dict() that hold all of it, and pass it in (pool=pool) instead",
+            f"steps change {', '.join(names)}, which no checkpoint contains, in an object of which other "
+            "contents are kept or passed in: after a resume they would not match. Give the object state_dict() and "
+            "load_state_dict() that hold all of it, and pass it in (pool=pool, ema=ema) instead",
             names,
         )
 
@@ -104,8 +106,12 @@ def _holders(saved: Saved) -> Iterator[tuple[str, Any, dict[str, int]]]:
 
 def _beside_kept(saved: Saved) -> Iterator[tuple[str, int]]:
     filled = {id(value) for value in saved.kept.values.values() if isinstance(value, _FILLED)}
+    averages = {id(thing) for thing in saved.things if isinstance(thing, nn.Module)}
+    running_selves = {id(variables_of(frame).get("self")) for frame in running_frames()}
     for name, found, numbers in _holders(saved):
-        if any(id(value) in filled for value in list(vars(found).values())):
+        held = list(vars(found).values())
+        trains = id(found) in running_selves or any(isinstance(value, Optimizer) for value in held)
+        if any(id(value) in filled or (id(value) in averages and not trains) for value in held):
             yield from ((f"{name}.{key}", value) for key, value in numbers.items())
 
 
