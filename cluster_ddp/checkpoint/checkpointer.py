@@ -59,7 +59,7 @@ class Checkpointer:
     settings
         The job's ``checkpoint:`` section.
     store
-        The process group's store (``torch.distributed.distributed_c10d._get_default_store()``), or None for a single
+        The process group's store, or None for a single
         process.
     report
         Called with an event's name and fields on rank 0, also from the background thread. If it returns False, the

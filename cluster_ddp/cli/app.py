@@ -23,30 +23,30 @@ from cluster_ddp.job.nearest import nearest
 from cluster_ddp.process import limit_umask
 
 
-class Listed(NamedTuple):
+class Help(NamedTuple):
     """What the help says about a command besides its docstring."""
 
     panel: str
     example: str  # a call of it
 
 
-COMMANDS: dict[str, Listed] = {
-    "submit": Listed("Start", "submit job.yaml --set train.lr=0.01"),
-    "local": Listed("Start", "local job.yaml --nodes 2 --procs 2"),
-    "sweep": Listed("Start", "sweep job.yaml --grid train.lr=1e-3,1e-4"),
-    "launch": Listed("Start", "launch job.yaml --run /shared/runs/first --nnodes 2 --node-rank 0 --master-addr node1"),
-    "resume": Listed("Start", "resume digits-2026 --nodes 4"),
-    "stop": Listed("End", "stop digits-2026"),
-    "cancel": Listed("End", "cancel digits-2026"),
-    "status": Listed("Watch", "status digits-2026 --watch"),
-    "list": Listed("Watch", "list --json"),
-    "logs": Listed("Watch", "logs digits-2026 --errors"),
-    "checkpoints": Listed("Results", "checkpoints digits-2026 --verify"),
-    "export": Listed("Results", "export digits-2026 --best -o weights.safetensors"),
-    "clean": Listed("Results", "clean --older 60d --yes"),
-    "rehearse": Listed("Prepare", "rehearse job.yaml --steps 40 --stop-after 15"),
-    "init": Listed("Prepare", "init"),
-    "templates": Listed("Prepare", "templates show multi-node"),
+COMMANDS: dict[str, Help] = {
+    "submit": Help("Start", "submit job.yaml --set train.lr=0.01"),
+    "local": Help("Start", "local job.yaml --nodes 2 --procs 2"),
+    "sweep": Help("Start", "sweep job.yaml --grid train.lr=1e-3,1e-4"),
+    "launch": Help("Start", "launch job.yaml --run /shared/runs/first --nnodes 2 --node-rank 0 --master-addr node1"),
+    "resume": Help("Start", "resume digits-2026 --nodes 4"),
+    "stop": Help("End", "stop digits-2026"),
+    "cancel": Help("End", "cancel digits-2026"),
+    "status": Help("Watch", "status digits-2026 --watch"),
+    "list": Help("Watch", "list --json"),
+    "logs": Help("Watch", "logs digits-2026 --errors"),
+    "checkpoints": Help("Results", "checkpoints digits-2026 --verify"),
+    "export": Help("Results", "export digits-2026 --best -o weights.safetensors"),
+    "clean": Help("Results", "clean --older 60d --yes"),
+    "rehearse": Help("Prepare", "rehearse job.yaml --steps 40 --stop-after 15"),
+    "init": Help("Prepare", "init"),
+    "templates": Help("Prepare", "templates show multi-node"),
 }
 """Every command by its name, in the order of the help."""
 

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.batches import MapBatches, batches_of
 from cluster_ddp.train.own.geometry import Geometry
+from cluster_ddp.train.own.joining import join_run, joined_run
 from cluster_ddp.train.own.run import ScriptRun
-from cluster_ddp.train.script import join_run, joined_run
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class LaunchSpec(Section):
 
     @property
     def fixed_port(self) -> int | None:
-        """Where the ranks meet; None for ``auto``."""
+        """Where the nodes meet; None for ``auto``."""
         return None if self.port == "auto" else self.port
 
 
@@ -100,7 +100,7 @@ class NetworkSpec(Section):
     """NCCL's and Gloo's settings; `None` leaves the choice to the profile."""
 
     profile: Literal["auto", "ethernet", "infiniband", "roce"] = "auto"
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: train.distributed.choose_backend
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: `choose_backend` in train/ranks/distributed.py
     ib_disable: bool | None = None
     socket_ifname: fields.Text | None = None
     timeout: fields.Seconds | None = None  # of the process group
@@ -115,6 +115,11 @@ class NetworkSpec(Section):
                 allowed = "a name of letters, digits and '_', no digit first"
                 raise refused("is not the name of a variable", allowed=allowed, at=(name,), show=False)
         return env
+
+    @property
+    def fixed_backend(self) -> Literal["nccl", "gloo"] | None:
+        """The backend; None for ``auto``."""
+        return None if self.backend == "auto" else self.backend
 
     @model_validator(mode="after")
     def _check(self) -> "NetworkSpec":
@@ -304,7 +309,7 @@ class JobSpec(Section):
     """A whole job."""
 
     name: fields.Name
-    runs_dir: fields.Text | None = None  # None: $CLUSTER_DDP_RUNS, else ./runs
+    runs_dir: fields.Text | None = None  # None: see `run.runs.runs_dir_of`
     task: fields.Target | None = None  # "package.module:Class" or "/path/to/file.py:Class"
     params: fields.Params = Field(default_factory=dict)  # passed to the task
     script: fields.Text | None = None

@@ -1,4 +1,4 @@
-"""Chooses the TCP port that ranks meet at: by Slurm job and attempt, or any free one; never an ephemeral port."""
+"""Chooses the TCP port that nodes meet at: by Slurm job and attempt, or any free one; never an ephemeral port."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.events import NODE_FINISHED, read_events_of
+from cluster_ddp.run.events import read_events_of
+from cluster_ddp.run.node_outcome import signed_off
 from cluster_ddp.run.reading import open_regular
 from cluster_ddp.run.storage import open_append
 
@@ -132,7 +133,7 @@ class SilentNodes:
         return [node for node in self._files if node not in ended and self._silent_for(node, now) > SILENT_SECONDS]
 
     def _signed_off(self) -> set[object]:
-        return {event.get("node") for event in read_events_of(self._attempt, NODE_FINISHED)}
+        return signed_off(read_events_of(self._attempt))
 
     def _there(self, node: int, file: Path, now: float) -> bool:
         try:

@@ -16,6 +16,7 @@ from cluster_ddp.run.errors import RunAlive, RunError, resume_command
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
+from cluster_ddp.run.node_outcome import signed_off
 from cluster_ddp.run.record import add_slurm_job, begin_as_copy, original_of, read_record, update_record
 from cluster_ddp.run.requeue.decision import decide_late, record_decision
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
@@ -46,8 +47,8 @@ def begin_attempt(
     host
         The name of this machine, for people.
     pid
-        The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of it),
-        or the supervisor of a local start. When it ends, the attempt counts as ended.
+        The process on this machine that lives as long as the attempt: the keeper (in a batch job, the process of the
+        batch script), or the supervisor of a local start. When it ends, the attempt counts as ended.
     cluster
         What Slurm calls this cluster; None if unknown.
     job_alive
@@ -290,5 +291,5 @@ def _has_signed_off(history: History, record: AttemptRecord) -> bool:
     """Whether the attempt's own events say that it is over."""
     if history.of_attempt(record.number, events.COMPLETED, events.REQUEUED, events.STALLED):
         return True
-    finished = {event.get("node") for event in history.of_attempt(record.number, events.NODE_FINISHED)}
+    finished = signed_off(history.of_attempt(record.number))
     return record.nodes is not None and len(finished) >= record.nodes

@@ -26,8 +26,8 @@ class AttemptRecord:
     number: int  # 0 for the first attempt of the run
     # begun, ended: Unix seconds. `ended` is None until the attempt is concluded, and stays None if it is killed
     begun: float
-    # The process that lives as long as the attempt: the batch script, or the supervisor of a local start. None if its
-    # record is damaged
+    # The process that lives as long as the attempt: the keeper, or the supervisor of a local start. None if its record
+    # is damaged
     process: ProcessIdentity | None
     # slurm_job_id, restart_count: the allocation; Slurm counts restarts of the same job from 0
     slurm_job_id: str | None = None
@@ -81,7 +81,7 @@ def list_attempts(run: RunDirectory, *, strict: bool = False) -> list[AttemptDir
 def attempt_numbers(run: RunDirectory) -> list[int]:
     """Return the numbers of a run's attempts, ascending; empty if it has no folder for them.
 
-    Every attempt has a record from the moment its folder appears, so a folder without one is none: somebody made it.
+    Every attempt has a record from the moment its folder appears, so a folder without one is not an attempt.
 
     Raises
     ------

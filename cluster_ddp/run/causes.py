@@ -64,7 +64,7 @@ def causes_of(failures: list[Event]) -> list[Event]:
     The order: the program's own error, a node that did not come up, a kill, a node program or job step that ended by
     itself, then the first failure: lost connections are mostly consequences.
     """
-    own = [event for event in failures if not is_surroundings(event)]
+    own = [event for event in failures if not came_from_outside(event)]
     nodes = [event for event in failures if event["event"] == NODE_FAILED]
     suspects = [event for event in nodes if event.get("suspect")]
     killed = [event for event in failures if event.get("signal") is not None]
@@ -90,9 +90,9 @@ def what_failed(history: History, number: int) -> str | None:
     """Describe in one line what failed in an attempt since training last (re)started in it; None if nothing did."""
     failures = failures_of(history, number)
     hangs = history.of_attempt(number, HANG)
-    if hangs and all(map(is_surroundings, failures)):
+    if hangs and all(map(came_from_outside, failures)):
         return str(cause_of_hang(hangs).get("reason") or "no step was finished for too long")
-    if (lost := lost_nodes(history, number)) and all(map(is_surroundings, failures)):
+    if (lost := lost_nodes(history, number)) and all(map(came_from_outside, failures)):
         return lost
     return describe_failure(root_failure(failures)) if failures else None
 
@@ -157,10 +157,10 @@ def shortened(error: str) -> str:
     return f"{frames}\n{message}" if "\n  File " in frames else message
 
 
-def is_surroundings(event: Event) -> bool:
-    """Whether a failure was caused from outside the program, so that a restart may help; else it is the program's own.
+def came_from_outside(event: Event) -> bool:
+    """Whether a failure came from outside the program, so that a restart may help; else it is the program's own.
 
-    One of an older version, which recorded no cause, counts as caused from outside.
+    One of an older version, which recorded no cause, counts as from outside.
     """
     return event.get("cause") != Cause.PROGRAM and event.get("comes_back") is not True
 

@@ -15,7 +15,7 @@ from cluster_ddp.run.errors import RunError
 MANIFEST = "manifest.json"  # of a checkpoint, in its folder
 KEY_BYTES = 32  # of the key with which the nodes of an attempt authenticate each other
 SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that contains its runs
-START_FAILED = "start-failed.sh"  # beside a batch script, which calls it if a start fails before Python runs
+START_FAILED = "start-failed.sh"  # beside a batch script, which calls it if a start fails before its keeper runs
 SETUP_GUARD = "setup-guard.sh"  # beside a batch script with lines of launch.setup, which it guards
 LOCAL_OUTPUT = "local.out"  # the output of a local run that no terminal shows
 STEP_PATTERN = r"step-(?P<step>\d{8,18})"  # the name of a complete checkpoint's folder

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cluster_ddp.run.causes import failures_of, is_surroundings, lost_nodes, what_failed
+from cluster_ddp.run.causes import came_from_outside, failures_of, lost_nodes, what_failed
 from cluster_ddp.run.errors import RunEnded, resume_command, to_continue
 from cluster_ddp.run.events import (
     CHECKPOINT,
@@ -43,7 +43,7 @@ from cluster_ddp.run.stopfile import (
 )
 
 # The reasons for a stop, the most informative first. A SIGTERM reaches every process at once, so the ranks may have
-# stopped for "terminated" before the batch script learned what it meant and wrote that to the stop file. Ranks whose
+# stopped for "terminated" before the keeper learned what it meant and wrote that to the stop file. Ranks whose
 # agent was killed also get a SIGTERM, from the kernel.
 _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_LOST)
 
@@ -119,7 +119,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         why = refused[-1].get("reason") or "Slurm did not take it"
         return AttemptOutcome(Ending.NOT_REQUEUED, f"requeue failed: {why}. {to_continue(history.run.path)}")
     failures = failures_of(history, number)
-    own_fault = any(not is_surroundings(event) for event in failures)
+    own_fault = any(not came_from_outside(event) for event in failures)
     saved = any(event["event"] == STOPPED for event in events)
     hangs = [event for event in events if event["event"] == HANG]
     if stop_reason == HANG and hangs:  # the ranks woke up once it was found, and saved

@@ -58,7 +58,7 @@ def read_known(run: RunDirectory) -> KnownRun:
 
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:
-    """Return every Slurm job of a run, to query squeue for them before `describe`."""
+    """Return every Slurm job noted for a run."""
     return read_known(run).slurm_job_ids
 
 

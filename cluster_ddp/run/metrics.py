@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.run.lineage import Lineage
-from cluster_ddp.run.reading import as_number, as_time, as_whole, parse_lines, parse_object, read_tail
+from cluster_ddp.run.reading import MAX_LINES, as_number, as_time, as_whole, parse_lines, parse_object, read_tail
 
 # The file of a long run is too long to be read every time; this much of its end contains tens of thousands of lines.
 _TAIL_BYTES = 4 << 20
@@ -72,7 +72,7 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
 
 def values_by_step(path: Path) -> dict[int, dict[str, float | None]]:
     """Return the values in a metrics file by step, those of the latest attempt; None for what was not finite."""
-    rows = sorted(parse_lines(path.read_bytes()), key=lambda row: as_whole(row.get("attempt")) or 0)
+    rows = sorted(parse_lines(read_tail(path, MAX_LINES)), key=lambda row: as_whole(row.get("attempt")) or 0)
     steps = ((as_whole(row.get("step")), row) for row in rows)
     return {step: {key: row[key] for key in row.keys() - _POSITION} for step, row in steps if step is not None}
 

@@ -15,8 +15,13 @@ HUNG = "hang"
 SUPERSEDED = "superseded"  # a newer attempt of the run had begun
 
 
+def signed_off(events: Iterable[dict[str, Any]]) -> set[object]:
+    """Return, of an attempt's events, the nodes that have finished."""
+    return {event.get("node") for event in events if event["event"] == NODE_FINISHED}
+
+
 def not_signed_off(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, of an attempt's events, those with which nodes have started that have not finished."""
     events = list(events)
-    finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
+    finished = signed_off(events)
     return [event for event in events if event["event"] == NODE_STARTED and event.get("node") not in finished]

@@ -6,7 +6,7 @@ import enum
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing."""
+    """What a rank is doing, by its heartbeat."""
 
     STARTING = 0
     READY = 1

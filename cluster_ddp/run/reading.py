@@ -1,4 +1,4 @@
-"""The only reader of a run's files, which may be foreign, damaged, of a different version, or just being written.
+"""Reads what runs record, which may be foreign, damaged, of a different version, or just being written.
 
 Only regular files are read, never through a link and never beyond the maximum length of their kind; a named pipe, a
 device or a sparse file of terabytes is refused before a byte is read. Values have known types and ranges, so code that

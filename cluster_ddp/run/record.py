@@ -189,7 +189,7 @@ def slurm_comment(run_id: str) -> str:
 
 
 def original_of(run: RunDirectory, record: RunRecord) -> Path | None:
-    """Return the run directory that this one is a copy of; None if it is none, or has been started as one."""
+    """Return the run directory that this one is a copy of; None if it is not a copy, or has been started as one."""
     return copied_from(run.record_file, record.directory)
 
 

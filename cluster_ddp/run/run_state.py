@@ -6,7 +6,7 @@ import enum
 
 
 class RunState(str, enum.Enum):
-    """The state of a run."""
+    """Where a run stands, as `status` shows it."""
 
     PENDING = "PENDING"
     HELD = "HELD"

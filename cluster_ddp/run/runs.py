@@ -26,9 +26,9 @@ _MAX_CANDIDATES_SHOWN = 10
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
-    """Return the runs folder: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute.
+    """Return the absolute runs folder: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else the site file's, else ./runs.
 
-    Without a job, the site file's `runs_dir` is used.
+    A job that was loaded contains what the site file says.
     """
     chosen = (spec.runs_dir if spec is not None else None) or os.environ.get(RUNS_VARIABLE)
     if not chosen and spec is None and site_file() is not None:

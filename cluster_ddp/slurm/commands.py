@@ -18,7 +18,6 @@ from cluster_ddp import exit_statuses
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.slurm.environment import environment_for, without_filters
-from cluster_ddp.slurm.reasons import advice
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
 QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k|%j|%U"
@@ -109,11 +108,7 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
     with contextlib.suppress(OSError, ValueError):  # sbatch reports what is wrong with it
         text = script.read_text()
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
-    try:
-        answer = call_once(command, environment=environment_for(text), remark=say)
-    except SlurmRefused as error:
-        raise SlurmRefused(f"{error}{advice(str(error))}") from error
-    return parse_job_id(answer)
+    return parse_job_id(call_once(command, environment=environment_for(text), remark=say))
 
 
 def try_script(text: str, *, seconds: float) -> None:
@@ -122,15 +117,11 @@ def try_script(text: str, *, seconds: float) -> None:
     Raises
     ------
     SlurmRefused
-        With Slurm's message, and what to do about it.
+        With Slurm's message.
     SlurmError
         sbatch does not answer in time, or cannot reach the controller.
     """
-    command = ["sbatch", "--test-only"]
-    try:
-        call_once(command, environment=environment_for(text), seconds=seconds, text=text)
-    except SlurmRefused as error:
-        raise SlurmRefused(f"{error}{advice(str(error))}") from error
+    call_once(["sbatch", "--test-only"], environment=environment_for(text), seconds=seconds, text=text)
 
 
 def parse_job_id(answer: str) -> str:

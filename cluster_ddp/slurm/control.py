@@ -15,6 +15,15 @@ from cluster_ddp.slurm.shown import shown_fields
 from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import LETS_RUN
 
+PARTITION_GONE = "its partition was removed"
+"""In the refusal of a requeue."""
+
+BRIEF_SECONDS = 5.0
+"""For an answer that is not essential, or while the end is near."""
+
+BUSY_SITE_SECONDS = 60.0
+"""For one that matters: on a busy site an answer may take 40 s."""
+
 _SECONDS = 20.0
 _REQUEUE_SECONDS = 60.0  # a call that timed out may have been accepted nevertheless
 DEFAULT_KILL_WAIT = 30.0
@@ -107,10 +116,7 @@ def requeue_job(task: str, partition: str) -> None:
     except SlurmRefused as error:
         if not _is_gone(partition):
             raise
-        raise SlurmRefused(
-            f"its partition {partition} was removed (sinfo -s lists what exists); resume it in a different "
-            "one with --set slurm.partition=NAME"
-        ) from error
+        raise SlurmRefused(f"{PARTITION_GONE} (sinfo -s lists what exists): {partition}") from error
 
 
 def _is_gone(partition: str) -> bool:
@@ -253,6 +259,16 @@ def boot_times(hosts: Sequence[str]) -> dict[str, float]:
     found = re.findall(r"^NodeName=(\S+) .*?(?<!\S)BootTime=(\S+)", answer, re.MULTILINE)
     booted = {host: unix_time(shown) for host, shown in found}
     return {host: moment for host, moment in booted.items() if moment is not None}
+
+
+def default_account(user: str, *, seconds: float) -> str | None:
+    """Return a user's default account; None without accounting."""
+    command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", user, "format=DefaultAccount"]
+    try:
+        answer = call_once(command, seconds=seconds).strip()
+    except SlurmError:
+        return None
+    return answer.splitlines()[0] if answer else None
 
 
 def _job(task: str) -> JobInfo | None:

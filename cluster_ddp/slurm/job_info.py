@@ -19,6 +19,9 @@ NODE_DOWN = "node-down"
 CANCEL = "cancel"
 TERMINATED = "terminated"
 
+ALREADY_REQUEUED = frozenset({REQUEUED, NODE_FAILURE})
+"""Those for which Slurm has requeued the job itself, or been told to."""
+
 
 @dataclass(frozen=True)
 class JobInfo:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cluster_ddp.job.units import format_slurm_time
-from cluster_ddp.slurm.commands import SlurmError, call_once
-from cluster_ddp.slurm.control import cluster_name
+from cluster_ddp.slurm.control import cluster_name, default_account
 from cluster_ddp.slurm.partitions import NodeKind, Partition, ask_nodes, ask_partitions
 from cluster_ddp.submit.base import SubmitError
 
@@ -61,7 +60,8 @@ def ask_cluster() -> Cluster:
         raise SubmitError("no partition of this cluster is up for you; see: sinfo -s")
     partition = next((known for known in partitions if known.default), partitions[0])
     nodes = ask_nodes(partition.name, seconds=_SECONDS)
-    return Cluster(cluster_name() or "this cluster", partition, nodes, _account())
+    account = default_account(getpass.getuser(), seconds=_SECONDS)
+    return Cluster(cluster_name() or "this cluster", partition, nodes, account)
 
 
 def first_job(cluster: Cluster) -> str:
@@ -87,13 +87,3 @@ def site_values(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, A
     if storage:
         values = {"runs_dir": os.path.join(storage, "cluster_ddp_runs"), **values}  # noqa: PTH118 - text for YAML
     return values
-
-
-def _account() -> str | None:
-    """Return this user's default account; None without accounting."""
-    command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "format=DefaultAccount"]
-    try:
-        answer = call_once(command, seconds=_SECONDS).strip()
-    except SlurmError:
-        return None
-    return answer.splitlines()[0] if answer else None

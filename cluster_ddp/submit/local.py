@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalStart:
-    """A run's start on this machine: what a dry run prints and what `supervise` runs."""
+    """A run's start on this machine: what a dry run prints and what `Supervisor` runs."""
 
     spec: JobSpec
     # nodes, procs: simulated nodes, and ranks per node

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
 from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
-from cluster_ddp.slurm.reasons import NO_NODE_FITS
 from cluster_ddp.submit.base import Submission, SubmitError, check_writable
 from cluster_ddp.submit.check_program import ProgramCheck
 from cluster_ddp.submit.partition_limits import Misfit, find_partition, misfits
+from cluster_ddp.submit.refused import NO_NODE_FITS, advised
 from cluster_ddp.submit.save_time import what_does_not_fit
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class _Slurm:
         """Have sbatch check the script; raises `SlurmRefused` if it can never be queued."""
         try:
             if not self._away:
-                try_script(text, seconds=_SECONDS)
+                with advised():
+                    try_script(text, seconds=_SECONDS)
         except SlurmRefused as error:
             if not any(sign in str(error) for sign in _MAY_CHANGE):
                 raise

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job, require, submit_script
+from cluster_ddp.submit.refused import advised
 from cluster_ddp.submit.script import BatchScript, check_before_sending, own_comment, render_script
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class SbatchSubmission:
         for _ in range(self._chain):
             announce_submission(run)
             try:
-                job_id = submit_script(run.script, str(run.path), options=self.options(run, after))
+                with advised():
+                    job_id = submit_script(run.script, str(run.path), options=self.options(run, after))
             except SlurmError as error:
                 # Whether there is a job is determined later, and not while somebody seems to be submitting it.
                 update_record(run, submitting={} if isinstance(error, SubmissionUnclear) else None)

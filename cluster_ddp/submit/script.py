@@ -123,7 +123,7 @@ def render_script(
             [*_run_directory(own_run_of, launcher.keeper, sweep=sweep), *launcher.definitions_from_run()]
         ),
         "signal": spec.requeue.signal,
-        "port": _port(spec),
+        "endpoint": _export_endpoint(spec),
         "network": "\n".join(_exports(spec, network)),
         "job_step": launcher.step(),
     }
@@ -236,7 +236,7 @@ def _run_directory(own_run_of: str | None, keeper: str, *, sweep: bool) -> Itera
         yield 'exec >>"$run/slurm-$SLURM_JOB_ID.out" 2>&1 # where `cluster-ddp status` looks for it'
 
 
-def _port(spec: JobSpec) -> str:
+def _export_endpoint(spec: JobSpec) -> str:
     if spec.launch.fixed_port is None:
         return "export MASTER_ADDR"
     return f"export MASTER_ADDR MASTER_PORT={spec.launch.fixed_port}"

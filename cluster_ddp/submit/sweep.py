@@ -42,6 +42,7 @@ from cluster_ddp.slurm.commands import cancel_job, query_jobs, require, submit_s
 from cluster_ddp.slurm.control import max_array_size
 from cluster_ddp.submit.adopting import adopt_sweep_jobs, note_array
 from cluster_ddp.submit.base import check_writable
+from cluster_ddp.submit.refused import advised
 from cluster_ddp.submit.script import BatchScript, check_before_sending, own_comment, render_script
 
 if TYPE_CHECKING:
@@ -204,7 +205,8 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
             after = job_ids[-1] if job_ids and at_once is not None else None
             options = _options(plan, _ranges(tasks), at_once, after)
             _announce(plan.sweep, offset)
-            job_id = submit_script(plan.sweep.script, str(plan.sweep.path), str(offset), options=options)
+            with advised():
+                job_id = submit_script(plan.sweep.script, str(plan.sweep.path), str(offset), options=options)
             job_ids.append(job_id)
             elements = (begun.get(offset + task) for task in tasks)
             note_array(plan.sweep, SlurmArray(job_id, offset), [element for element in elements if element is not None])

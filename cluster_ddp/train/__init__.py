@@ -5,19 +5,18 @@ step, update, nonfinite           from losses to gradients, to new weights or a 
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
 model, buffers, ema               the network and DDP, its buffers, the average of its weights
 recomputing                       activation checkpointing
-evaluation, evaluation_weights    evaluating, with the weights meant for it
-metric_names                      what an evaluation will return, read from its source
 saving, overlap                   when to save, and what may go on meanwhile
+unsaved                           what training changes and no checkpoint contains
 repeated                          steps that a resume repeats, compared with what they were before
 randomness                        seeds, and the generators that objects hold
-whose_code                        the user's, a library's, or ours
 refusals, unsuited_optimizers, errors   what is refused early, and the errors of a rank
-task_rank, script, public         ranks that train a task, scripts that join a run, the public names
+task_rank, public                 ranks that train a task, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile
 
-data/      samples and their order        metrics/   what is logged
-state/     what checkpoints hold          objects/   what the user's objects hold
-ranks/     processes that train together  own/       custom training loops
+data/        samples and their order        metrics/   what is logged
+state/       what checkpoints hold          objects/   what the user's objects hold
+ranks/       processes that train together  own/       custom training loops
+evaluation/  what is measured on data that is not trained on
 
 The public names are listed in `cluster_ddp.train.public` and imported lazily: login nodes import this package without
 torch.

@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     if place is None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
         fast_exit(2)
-    with gc_paused():
+    with gc_paused(freeze=True):
         from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
 
         defer_dynamo()

@@ -36,7 +36,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         if sys.argv[1] == "task":
-            with gc_paused():
+            with gc_paused(freeze=True):
                 import cluster_ddp.train.task  # noqa: F401 - while the request is being prepared
                 from cluster_ddp.train.ranks.deferred_dynamo import defer_dynamo
 

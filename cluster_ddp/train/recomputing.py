@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.whose_code import is_library
 from cluster_ddp.train.randomness import GENERATORS, parts_of
-from cluster_ddp.train.whose_code import is_library
 
 _Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
 """The attributes or buffers of modules, and what they hold at a moment."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import math
@@ -24,21 +23,15 @@ from cluster_ddp.run.directory import RunDirectory, step_name
 from cluster_ddp.run.events import CHECKPOINT, WARNING, EventWriter
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.unfinished import SAVES_APART, seconds_between_saves
-from cluster_ddp.train.data.made_from import MadeFrom
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.ranks.communicating import IN_CHECKS, Alone
-from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object
+from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object, store_of_ranks
 from cluster_ddp.train.refusals import refuse_different_state
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
-from cluster_ddp.words import listed
+from cluster_ddp.train.unsaved import UnsavedChanges
 
-MAX_NAMES = 5  # names listed in a warning
-_CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
-_AT_SAVES = 0.01  # the same before saves, where a look is worth more
-SHORT_CHECK_SECONDS = 0.1  # seconds that a look before a save may always take
-_LONG = 1.0  # seconds that it may take at most before a save: there may be little time left for that
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
 
@@ -58,16 +51,12 @@ class Saving:
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
         self._rank = world.rank
-        self._warned: set[str] = set()
-        # The last run of `warn_unsaved`: when it was, and how long it took; at first there is nothing to compare with.
-        self._checked_at, self._check_took = time.monotonic(), math.inf
-        self._looked: set[str] = set()  # moments at which `warn_unsaved` has run
         self._logged: set[str] = set()  # metrics logged by a custom loop, which may log anything
         self._is_best_due = False
         self._checked: SavePlan | None = None
         self._events, self._attempt = events, attempt
         self.make_fresh: Callable[[], State] | None = None  # builds the state again, to check that it is restored
-        self.made_from = MadeFrom()  # what samples are made from
+        self.unsaved = UnsavedChanges(world.rank, self.warn, is_saved=run is not None)
         if run is None:
             return
         if world.rank == 0 and attempt:
@@ -86,7 +75,7 @@ class Saving:
             rank=world.rank,
             world_size=world.world_size,
             local_rank=world.local_rank,
-            store=_store(),
+            store=store_of_ranks(),
             report=self._report,
         )
 
@@ -200,7 +189,7 @@ class Saving:
     def begin_step(self, state: State) -> None:
         """Call in each step before its loss is computed."""
         if self._steps_here == _CHECKED_AFTER - 1:
-            self.made_from.begin()
+            self.unsaved.made_from.begin()
             if self._rank == 0:
                 state.watch_gradients()
 
@@ -221,78 +210,10 @@ class Saving:
             refuse_different_state(f"after step {step}", *collected, state.from_rank_0())
             if self._rank == 0:
                 state.note()
-            self.made_from.end()
+            self.unsaved.made_from.end()
             self._checked = None  # a save after the first step has checked it before that
             self._check(state, step, collected)
-            self.warn_unsaved(state)
-
-    def check_unsaved(self, state: State) -> None:
-        """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
-        if self._has_time(_CHECKING) and not state.communicates:  # the ranks' clocks differ
-            self.warn_unsaved(state)
-
-    def _has_time(self, share: float) -> bool:
-        return time.monotonic() - self._checked_at >= self._check_took / share
-
-    def check_at(self, moment: str, state: State) -> None:
-        """Call after an evaluation and before a save: runs `warn_unsaved` at the first, otherwise occasionally.
-
-        The next step may use up what an evaluation leaves, or the last step of an epoch. Before a save it runs almost
-        always: if training is killed right after it, a resume repeats no step whose loss could tell.
-        """
-        if self._steps_here < _CHECKED_AFTER:
-            return
-        is_repeated = moment in self._looked
-        if is_repeated and moment != "a save":
-            self.check_unsaved(state)
-        elif not is_repeated or state.communicates or self._is_quick_to_check():
-            self._looked.add(moment)
-            self.warn_unsaved(state)
-
-    def _is_quick_to_check(self) -> bool:
-        if self._check_took < SHORT_CHECK_SECONDS:
-            return True
-        return self._check_took < _LONG and self._has_time(_AT_SAVES)
-
-    def warn_unsaved(self, state: State) -> None:
-        """Warn of changes in model, task and optimizer that no checkpoint contains and that a step may depend on."""
-        if self._checkpointer is None or (self._rank != 0 and not state.communicates):
-            return
-        begun = time.thread_time()
-        with Alone(IN_CHECKS) if not state.communicates else contextlib.nullcontext() as alone:
-            try:
-                names = state.unsaved()
-            except TaskError:
-                if alone is None or not alone.has_tried:
-                    raise
-        if alone is not None and alone.has_tried:  # all ranks see in the next save that state_dict() communicates now
-            self._check_took = math.inf
-            return
-        if self._steps_here >= _CHECKED_AFTER:
-            self.made_from.end()
-        self._warn_of_samples()
-        self._checked_at, self._check_took = time.monotonic(), time.thread_time() - begun
-        others = {name: state.other_names(name) for name in names if name not in self._warned}
-        names = [name for name, more in others.items() if not self.made_from.has_told(name, more)]
-        if names := [name for name in names if not self.made_from.is_only_of_samples(name, others[name])]:
-            self._warned.update(names)
-            self.warn(
-                f"training changes {listed(names, MAX_NAMES)}, which no checkpoint contains: a resume is exact only if "
-                "no step depends on what an earlier one left there. Nothing has to be done if each step sets it before "
-                "reading it, if it is made again when it is missing, or if it is only printed or logged: "
-                "`cluster-ddp rehearse` shows whether a resume is exact. Otherwise make it a buffer of the model, or "
-                "include it in the state_dict() of the task, of the optimizer, or of something else that is passed in"
-            )
-
-    def note_restored(self) -> None:
-        """Call after `restore`; warns if that has changed what samples are made from although a resume must not."""
-        if self._rank == 0:
-            self.made_from.restored()
-            self._warn_of_samples()
-
-    def _warn_of_samples(self) -> None:
-        if self._rank == 0 and (message := self.made_from.changed()) is not None:
-            self.warn(message)
+            self.unsaved.begin(state)
 
     def warn(self, message: str) -> None:
         """Print a warning on rank 0, and record it for `status`."""
@@ -362,9 +283,3 @@ def _alone(check: Callable[[], None], collected: Collected) -> tuple[str | None,
         for name, tensor in kept.items():
             of_task[name].copy_(tensor)
     return problem, alone.has_tried
-
-
-def _store() -> dist.distributed_c10d.Store | None:
-    if not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store()

@@ -268,9 +268,9 @@ class Session:
         if step >= self._stop_after:
             self.decision = StopDecision(SAVE_AND_END, PERSON, synced=True)
         if step == self._total_steps:  # before the end, when programs remove hooks and the like
-            self.saving.warn_unsaved(self._state)
+            self.saving.unsaved.look(self._state)
         elif self.decision.synced:  # about once a second
-            self.saving.check_unsaved(self._state)
+            self.saving.unsaved.look_now_and_then(self._state)
             self.repeated.pass_on()
         return self.decision
 
@@ -292,7 +292,7 @@ class Session:
         return self._process.stop.replaced_signals
 
     def stop_of_any_rank(self) -> StopDecision:
-        """Whether any rank has been asked to stop; all ranks must call it."""
+        """Return the most urgent stop that any rank has been asked for; all ranks must call it."""
         stop = self._process.stop
         level, reason = max(all_gather_object((stop.level, stop.reason or "")))
         return StopDecision(level, reason or None)
@@ -310,7 +310,7 @@ class Session:
         self.repeated.save(self.step)
         # The last step has been looked at: since then, programs remove hooks and the like.
         if self.step < self._total_steps and not self.saving.has_saved(self.step):
-            self.saving.check_at("a save", self._state)
+            self.saving.unsaved.look_before_save(self._state)
         self.saving.save(
             self._state,
             step=self.step,
@@ -339,7 +339,7 @@ class Session:
             self.record(events.STOP_REQUESTED, reason=self.decision.reason)
         durable = self._save_for_good(save)
         if self.step < self._total_steps:
-            self.saving.warn_unsaved(self._state)
+            self.saving.unsaved.look(self._state)
         if completed and not durable:
             why = f" ({self.saving.why_failed})" if self.saving.why_failed else ""
             raise TrainError(

@@ -51,7 +51,7 @@ class Gradients:
         self._sums: list[dist.Work] = []  # pending all-reduces of the two above
 
     def backward(self, loss: Any, micro: MicroBatch, log: StepLoss | None) -> None:
-        """Add the gradients of one micro-batch; a `TaskError` for a loss that is no scalar or requires no gradient."""
+        """Add the gradients of one micro-batch; a `TaskError` if the loss is not a scalar or requires no gradient."""
         if type(loss) is tuple:
             total = self._weighed(loss, micro, log)
             # DDP averages over the ranks; multiplying by their number gives the sum.

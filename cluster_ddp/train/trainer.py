@@ -22,9 +22,9 @@ from cluster_ddp.train.data.sets import ids_of_sets
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
-from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
-from cluster_ddp.train.evaluation_weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
-from cluster_ddp.train.metric_names import metric_names
+from cluster_ddp.train.evaluation.evaluate import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
+from cluster_ddp.train.evaluation.metric_names import metric_names
+from cluster_ddp.train.evaluation.weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
@@ -274,7 +274,7 @@ class Trainer:
         state = State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
         before = dict(vars(task))
         self.state.put_back_first(task, state)
-        self.session.saving.made_from.put_back(before, task)
+        self.session.saving.unsaved.made_from.put_back(before, task)
         return state
 
     # Resume.
@@ -284,7 +284,7 @@ class Trainer:
         self.wrapped.train()
         if self.world.world_size > 1:
             settle_buckets(self.wrapped, self.task, self._first_loss, self.session.warn)
-        self.session.saving.made_from = self.stream.made_from(self.model)
+        self.session.saving.unsaved.made_from = self.stream.made_from(self.model)
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, make_fresh=self._make_fresh_state
         )
@@ -293,7 +293,7 @@ class Trainer:
                 f"training ends at step {total} now, and the checkpoint is of step {self.step}: no step is left, and "
                 f"the weights are not those of a run of {total} steps"
             )
-        self.session.saving.note_restored()
+        self.session.saving.unsaved.note_restored()
         self.single_samples.begin(self.step)
         skipped, bad_in_a_row = self.state.counts.skipped, self.state.counts.bad_in_a_row
         self.update.restore(skipped, bad_in_a_row)
@@ -350,7 +350,7 @@ class Trainer:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)
-            self.session.saving.check_at("an evaluation", self.state)
+            self.session.saving.unsaved.look_after_evaluation(self.state)
             self.log.record_evaluation(self.step, self.stream.epoch(self.step - 1), named)
         self.session.beat.enter(Phase.TRAINING)
 

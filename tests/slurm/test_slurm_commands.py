@@ -45,22 +45,6 @@ def test_a_refusal_has_slurms_own_words(slurm: Path) -> None:
     assert caught.value.exit_status == 3
 
 
-def test_gpus_asked_for_in_both_ways_are_explained(slurm: Path) -> None:
-    """Slurm 26.05 refuses them; a job file asks in one way, so the other one comes from the shell."""
-    stand_in(
-        slurm, "sbatch", "echo 'sbatch: fatal: --gpus-per-node and --gres=gpu are mutually exclusive.' >&2; exit 1"
-    )
-    with pytest.raises(SlurmError, match="unset SBATCH_GRES SBATCH_GPUS_PER_NODE"):
-        submit_script(Path("job.sbatch"))
-
-
-def test_a_limit_on_queued_jobs_is_not_taken_for_one_on_time(slurm: Path) -> None:
-    policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
-    stand_in(slurm, "sbatch", f'echo "sbatch: error: AssocMaxSubmitJobLimit" "{policy}" >&2; exit 1')
-    with pytest.raises(SlurmError, match="What to do: a limit on jobs in the queue"):
-        submit_script(Path("job.sbatch"))
-
-
 def test_a_submission_is_not_tried_twice(slurm: Path) -> None:
     """The job of the first call may be in the queue although sbatch gave up waiting for the answer."""
     stand_in(slurm, "sbatch", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")

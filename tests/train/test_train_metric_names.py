@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from train_tasks import Plain, job
 
 from cluster_ddp.train import TaskError
-from cluster_ddp.train.metric_names import metric_names
+from cluster_ddp.train.evaluation.metric_names import metric_names
 from cluster_ddp.train.trainer import Trainer
 
 

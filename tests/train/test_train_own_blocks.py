@@ -20,8 +20,8 @@ from cluster_ddp.launch.node.heartbeat import HeartbeatFile
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.train import TrainError, join_run
+from cluster_ddp.train.own.occupied import occupied
 from cluster_ddp.train.ranks.process import Beat
-from cluster_ddp.train.script import alone_in
 
 
 def evaluate(done: list[str], *, is_broken: bool = False) -> None:
@@ -178,7 +178,7 @@ def test_one_of_several_processes_that_begin_at_the_same_moment_has_the_folder(t
 
     def join() -> None:
         begins.wait(60)
-        with contextlib.suppress(TrainError), alone_in(tmp_path / "own"):
+        with contextlib.suppress(TrainError), occupied(tmp_path / "own"):
             with won.get_lock():
                 won.value += 1
             begins.wait(60)

@@ -24,7 +24,7 @@ from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
 
-from cluster_ddp.train import saving
+from cluster_ddp.train import unsaved
 
 
 class Normalises(nn.Module):
@@ -306,7 +306,7 @@ def test_what_changes_between_two_saves_is_told_at_the_second(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume after a kill at that moment repeats no step whose loss could tell."""
-    monkeypatch.setattr(saving, "SHORT_CHECK_SECONDS", math.inf)
+    monkeypatch.setattr(unsaved, "SHORT_SECONDS", math.inf)
     assert told(partial(WarmsUp, capfd), tmp_path, capfd, steps=7) == []
 
 

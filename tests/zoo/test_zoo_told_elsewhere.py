@@ -21,7 +21,7 @@ from zoo_elsewhere import Doubles, in_attribute, in_closure, in_default
 from zoo_models import device, mlp
 from zoo_training import Case, ZooTask, judge
 
-from cluster_ddp.train.whose_code import is_of_user
+from cluster_ddp.train.objects.whose_code import is_of_user
 
 _SHORT = {"steps": 3, "ema_decay": None}
 

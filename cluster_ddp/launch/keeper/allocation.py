@@ -16,6 +16,7 @@ from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.process import host_name
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
+    BRIEF_SECONDS,
     DEFAULT_KILL_WAIT,
     all_nodes,
     closed_hosts,
@@ -43,9 +44,6 @@ from cluster_ddp.slurm.job_info import (
 from cluster_ddp.slurm.nodelist import short_name
 from cluster_ddp.slurm.start import SlurmStart, step_environment
 from cluster_ddp.slurm.states import LETS_RUN
-
-_SHORT_SECONDS = 5.0
-"""Seconds to wait for an answer while the end is near; a busy site may take 40 s for each."""
 
 
 class Allocation(Protocol):
@@ -178,10 +176,10 @@ class SlurmAllocation:
 
     def _learn_kill_wait(self) -> None:
         """Query KillWait again, as the site may change it while the job runs; keep the old value without an answer."""
-        if (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
+        if (answer := kill_wait(seconds=BRIEF_SECONDS)) is not None:
             self._kill_wait = answer
 
-    def _show(self, seconds: float = _SHORT_SECONDS) -> JobInfo | None:
+    def _show(self, seconds: float = BRIEF_SECONDS) -> JobInfo | None:
         job = show_job(self._start.task, seconds=seconds)
         if job is not None:
             if job.state in LETS_RUN and job.restarts.isdigit():  # fewer, if the controller has lost its latest state

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from cluster_ddp.errors import Cause
 from cluster_ddp.launch.keeper.lost_nodes import record_lost_nodes
 from cluster_ddp.run.attempt import is_earlier_start
-from cluster_ddp.run.causes import failures_of, is_surroundings, root_failure
+from cluster_ddp.run.causes import came_from_outside, failures_of, root_failure
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import finished_a_step, refuse_ended
 from cluster_ddp.run.events import (
@@ -81,7 +81,7 @@ def _cannot_begin(history: History, number: int) -> set[str]:
         return set()
     if history.of_attempt(number, NODE_LOST, NODE_TAKEN):  # the errors are consequences
         return set()
-    own = [event for event in failures_of(history, number) if not is_surroundings(event)]
+    own = [event for event in failures_of(history, number) if not came_from_outside(event)]
     return {short_name(event["host"]) for event in own if event.get("host")}
 
 

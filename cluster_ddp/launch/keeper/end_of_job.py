@@ -19,6 +19,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON, read_stop
+from cluster_ddp.slurm.control import BRIEF_SECONDS
 from cluster_ddp.slurm.job_info import (
     CANCEL,
     NODE_DOWN,
@@ -34,7 +35,6 @@ _POLL_SECONDS = 5.0  # in case a SIGCHLD is lost
 _ASK_PAUSE_SECONDS = 2.0
 _ASK_AHEAD_SECONDS = 300.0  # the time limit may be changed while the job runs
 _SURVIVED_SECONDS = 15.0  # beyond KillWait: Slurm is not ending what is still alive then
-_QUICK_SECONDS = 5.0  # for an answer that is not essential
 _FIRST_SECONDS = 12.0  # for an urgent one, as the call may be lost: Slurm itself gives up on a call after 10 s
 _PATIENT_SECONDS = 40.0  # for one that decides whether the run continues
 _LOOK_SECONDS = 1.0  # between checks for a person's stop request, while idle
@@ -287,7 +287,7 @@ class EndOfJob:
 
         Slurm may have sent SIGTERM to the steps only. If the ranks report one, the requeue depends on the answer.
         """
-        why = self._allocation.why_it_ends(_QUICK_SECONDS)
+        why = self._allocation.why_it_ends(BRIEF_SECONDS)
         if why is None and self._ranks_had_a_sigterm():
             delayed("Slurm does not say why it has sent a SIGTERM")
             until = self._host.now() + ENDLESS_SECONDS

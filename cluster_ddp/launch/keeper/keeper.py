@@ -43,7 +43,7 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.requeue.decision import Decision, next_of_chain, prepare_to_decide
-from cluster_ddp.slurm.job_info import NODE_FAILURE, REQUEUED
+from cluster_ddp.slurm.job_info import ALREADY_REQUEUED, REQUEUED
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ class Keeper:
         """Requeue the job, and only then record it: an event states what was accepted, not what was intended."""
         try:
             queued = not self._end.unwanted() and (
-                self._end.reason in (REQUEUED, NODE_FAILURE)  # Slurm has already requeued it
+                self._end.reason in ALREADY_REQUEUED  # Slurm has already requeued it
                 or requeue(
                     self._allocation,
                     known=self._why_it_ends,

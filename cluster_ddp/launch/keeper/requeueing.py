@@ -11,7 +11,8 @@ from collections.abc import Callable
 from cluster_ddp.errors import ClusterDDPError
 from cluster_ddp.launch.keeper.allocation import Allocation
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
-from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED
+from cluster_ddp.slurm.control import BRIEF_SECONDS, BUSY_SITE_SECONDS, PARTITION_GONE
+from cluster_ddp.slurm.job_info import ALREADY_REQUEUED, CANCEL, TERMINATED
 
 ENDLESS_SECONDS = 24 * 3600.0
 """Of trying as long as nobody ends the job."""
@@ -19,12 +20,12 @@ ENDLESS_SECONDS = 24 * 3600.0
 _REFUSALS = 3  # a controller that has just started may refuse what it accepts a moment later
 _FIRST_PAUSE = 1.0
 _MAX_PAUSE = 15.0  # a controller that comes back after the time limit grants KillWait, 30 s by default
-_ASIDE_SECONDS = 5.0  # for an answer that is not essential
-_ANSWER_SECONDS = 60.0  # on a busy site an answer may take 40 s
 _NOT_ALLOWED = "presently disabled"  # what Slurm says about a job that may not be requeued
-_INSTEAD = " (where jobs may not be requeued, `cluster-ddp submit --chain N` queues several for one run)"
+_INSTEAD = {
+    _NOT_ALLOWED: " (where jobs may not be requeued, `cluster-ddp submit --chain N` queues several for one run)",
+    PARTITION_GONE: " (`cluster-ddp resume --set slurm.partition=NAME` continues in another partition)",
+}
 _UNSURE = (None, TERMINATED)
-_QUEUED = {REQUEUED, NODE_FAILURE}
 
 
 class RequeueFailed(ClusterDDPError):
@@ -66,11 +67,11 @@ def requeue(
     endless = clock() + ENDLESS_SECONDS
     while True:
         patient = known() in _UNSURE and pause > _FIRST_PAUSE  # only after `delayed` has reported what it waits for
-        now = allocation.why_it_ends(_ANSWER_SECONDS if patient else _ASIDE_SECONDS)
+        now = allocation.why_it_ends(BUSY_SITE_SECONDS if patient else BRIEF_SECONDS)
         why = known()
         if CANCEL in (now, why) or unwanted():
             return False
-        if _QUEUED & {now, why}:  # by Slurm itself, or by a call that timed out but was accepted
+        if ALREADY_REQUEUED & {now, why}:  # by Slurm itself, or by a call that timed out but was accepted
             return True
         if now is None and (missing := allocation.missing_command()):
             refusals, said = refusals + 1, missing  # the command may be away with its storage for a moment
@@ -84,7 +85,7 @@ def requeue(
             else:
                 return True
         if refusals >= _REFUSALS or clock() + pause > (until() or endless):
-            hint = _INSTEAD if refusals and _NOT_ALLOWED in said else ""
+            hint = next((hint for sign, hint in _INSTEAD.items() if refusals and sign in said), "")
             raise RequeueFailed(f"Slurm has not requeued the job{hint}: {said}")
         if pause == _FIRST_PAUSE:
             delayed(said.splitlines()[0])

@@ -58,7 +58,7 @@ def handle_ignored_signals() -> None:
 def main() -> None:
     """Run torchrun in this process."""
     defer_computing()
-    with gc_paused():
+    with gc_paused(freeze=True):
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing import api
         from torch.distributed.launcher.api import LaunchConfig

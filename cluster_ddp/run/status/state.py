@@ -20,8 +20,8 @@ from cluster_ddp.run.status.starting import (
     should_have_begun,
     waits_for,
 )
+from cluster_ddp.run.status.waiting import how_to_continue, how_to_release, why_it_waits
 from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON
-from cluster_ddp.slurm.reasons import how_to_continue, how_to_release, why_it_waits
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
 

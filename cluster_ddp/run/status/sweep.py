@@ -15,9 +15,9 @@ from cluster_ddp.run.record import OrphanedJob, run_in_comment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status.report import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.status.starting import end_of_output
+from cluster_ddp.run.status.waiting import how_to_release, in_words
 from cluster_ddp.run.storage import owner_of
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
-from cluster_ddp.slurm.reasons import how_to_release, in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 TO_START = frozenset({RunState.FAILED, RunState.STALLED, RunState.LOST, RunState.STOPPED})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import collections
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.errors import Cause
 from cluster_ddp.launch.processes import ASK_TO_STOP, survive
+from cluster_ddp.process import gc_paused
 from cluster_ddp.run.causes import cause_of_signal
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.fork_server import protect_fork_server
@@ -161,7 +161,9 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
         pin_memory=device.type == "cuda",
         worker_init_fn=set_up_worker,
     )
-    with collecting_no_garbage():
+    # `set_up_worker` turns it on again. The rank's garbage may hold tensors on a GPU: a forked worker that frees one is
+    # aborted.
+    with gc_paused():
         batches = iter(loader)
     processes = [child for child in multiprocessing.active_children() if child not in before]
     try:
@@ -175,21 +177,6 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
     finally:
         del batches  # asks them to exit
         see_off(processes)
-
-
-@contextlib.contextmanager
-def collecting_no_garbage() -> Iterator[None]:
-    """Start workers without garbage collection, which `set_up_worker` turns on again.
-
-    The rank's garbage may hold tensors on a GPU: a forked worker that frees one is aborted.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None:

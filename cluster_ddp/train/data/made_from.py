@@ -22,7 +22,7 @@ from cluster_ddp.train.objects.contents import contents
 from cluster_ddp.train.objects.inner_parts import CONTAINERS, can_be_seen, elements, has_attributes, inner_parts, length
 from cluster_ddp.train.objects.kinds import is_plain
 from cluster_ddp.train.objects.only_written import codes_of
-from cluster_ddp.train.whose_code import is_of_user
+from cluster_ddp.train.objects.whose_code import is_of_user
 from cluster_ddp.words import listed
 
 AtFirst = Callable[[], contextlib.AbstractContextManager[None]]  # gives the task its state from before training

@@ -18,9 +18,9 @@ from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.objects.inner_parts import elements, has_attributes, length
 from cluster_ddp.train.objects.surroundings import variables_around
+from cluster_ddp.train.objects.whose_code import is_of_user
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import find_world
-from cluster_ddp.train.whose_code import is_of_user
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
 _FAR, _LARGE = 100_000, 1 << 24  # elements of lists, and bytes of arrays, up to which it is seen what reading changes

@@ -22,7 +22,7 @@ from cluster_ddp.train.objects.comm_hooks import states_of_hooks
 from cluster_ddp.train.objects.inner_parts import inner_parts
 from cluster_ddp.train.objects.kinds import is_of_library
 from cluster_ddp.train.objects.only_written import codes_of
-from cluster_ddp.train.whose_code import is_library
+from cluster_ddp.train.objects.whose_code import is_library
 
 # Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its
 # models has hooks to record its hidden states.

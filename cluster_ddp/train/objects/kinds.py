@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.objects.inner_parts import HOLDERS, PLAIN, elements, is_bound, length
-from cluster_ddp.train.whose_code import is_library
+from cluster_ddp.train.objects.whose_code import is_library
 
 _DEPTH, _WIDTH, _FAR = 10, 100, 1_000_000  # of what counts as small
 # From libraries, but searched anyway: what changes by itself or has numbers of its own, and containers for arbitrary

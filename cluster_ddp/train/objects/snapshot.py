@@ -53,8 +53,8 @@ from cluster_ddp.train.objects.places import (
     place_of_generator,
     place_of_tensor,
 )
+from cluster_ddp.train.objects.whose_code import is_of_user
 from cluster_ddp.train.randomness import GENERATORS
-from cluster_ddp.train.whose_code import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled

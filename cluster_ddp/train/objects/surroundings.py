@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cluster_ddp.train.objects.inner_parts import PLAIN, can_be_seen
+from cluster_ddp.train.objects.whose_code import is_of_user
 from cluster_ddp.train.randomness import GENERATORS, parts_of
-from cluster_ddp.train.whose_code import is_of_user
 
 _DEPTH = 5  # how deep variables are searched for generators
 

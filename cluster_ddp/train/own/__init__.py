@@ -1,5 +1,6 @@
 """Custom training loops: resumes a program's own DataLoader and loop exactly, without modifying either.
 
+joining, occupied            `join_run`, which makes a program a rank of a run; two of them in one folder
 run, loop, loader, parts     what a program calls, and what happens around each of its steps
 geometry                     which samples a step stands for, and whether an attempt may resume from it
 passed_in, wrappers, kept,   what is saved: the objects the program passes in, without their wrappers, the values it

@@ -17,7 +17,7 @@ from cluster_ddp.train.state.training import State
 _RATES = "learning rates of the optimizer"
 
 
-class Once:
+class FreshState:
     """Makes a second, fresh state of a script, into which a save is restored to check that the state comes back.
 
     A script has no function that creates its model again, so model and optimizer are copied on construction, before
@@ -49,7 +49,7 @@ class Once:
         return State(model, optimizer, also=also)
 
 
-class Echo:
+class AlreadyChecked:
     """Stand-in for objects whose ``load_state_dict`` was already checked when they were passed in."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -62,7 +62,7 @@ class Echo:
         self._state = state
 
 
-class Own:
+class StateWithRates:
     """A script's own state together with the learning rates, which a script may change in any way."""
 
     def __init__(self, optimizer: Optimizer, also: Stateful | None) -> None:

@@ -25,7 +25,7 @@ import torch.utils.data as torch_data
 from torch import Tensor, nn
 
 from cluster_ddp.train.objects.inner_parts import can_be_seen, inner_parts
-from cluster_ddp.train.whose_code import is_ours
+from cluster_ddp.train.objects.whose_code import is_ours
 
 _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, torch_data.DataLoader, str, int, float)
 _Found = TypeVar("_Found")

@@ -28,7 +28,7 @@ from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.leaving import LeaveBlock
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Loop
-from cluster_ddp.train.own.parts import Echo, Once, Own
+from cluster_ddp.train.own.parts import AlreadyChecked, FreshState, StateWithRates
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.values import one_number
 from cluster_ddp.train.own.watch.changed_data import ChangedData
@@ -217,8 +217,8 @@ class ScriptRun:
         with self._block.only_loop():
             settle_layout(model, self.world.world_size)
             bare = model.module if isinstance(model, DistributedDataParallel) else model
-            state = State(bare, optimizer, also=Own(optimizer, also))
-            fresh = Once(state, model, optimizer, lambda twin: Own(twin, copy.copy(also)), self.world)
+            state = State(bare, optimizer, also=StateWithRates(optimizer, also))
+            fresh = FreshState(state, model, optimizer, lambda twin: StateWithRates(twin, copy.copy(also)), self.world)
             self._begin(bare, state, [optimizer], stream, total_steps, fresh)
 
     def begin_step(self) -> None:
@@ -324,7 +324,7 @@ class ScriptRun:
             others=passed_in.more,
             besides=besides,
         )
-        fresh = Once(state, passed_in.model, passed_in.optimizers[0], Echo, self.world)
+        fresh = FreshState(state, passed_in.model, passed_in.optimizers[0], AlreadyChecked, self.world)
         self._begin(passed_in.model, state, passed_in.stepping, order, order.total, fresh)
         for optimizer in passed_in.stepping:
             if unfrozen:

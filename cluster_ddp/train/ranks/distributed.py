@@ -46,9 +46,9 @@ T = TypeVar("T")
 
 LATE_SECONDS = 60.0  # seconds after which rank 0 says that it is waiting for the others
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel that hold the group
-_left: list[dist.ProcessGroup | None] = []
-_stores: dict[tuple[str, str, int], list[Store]] = {}  # stores of the groups that were destroyed, by meeting point
-_beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # for each group for GPUs only, the group of its CPUs
+_held_groups: list[dist.ProcessGroup | None] = []
+_used_stores: dict[tuple[str, str, int], list[Store]] = {}  # stores of the groups that were destroyed, by meeting point
+_cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # for each group for GPUs only, the group of its CPUs
 
 
 # Set by srun for the tasks of a step among which it divides the GPUs.
@@ -203,7 +203,7 @@ def _asked_for() -> tuple[str | None, float]:
     if place is None:
         return None, DEFAULT_TIMEOUT
     network = load_resolved(RunDirectory(Path(place)).job_file).network
-    return None if network.backend == "auto" else network.backend, resolve(network).timeout
+    return network.fixed_backend, resolve(network).timeout
 
 
 def _take_device(world: World) -> None:
@@ -265,7 +265,7 @@ def _store_again(world: World) -> Store | None:
 
     Under the same prefix, Gloo would find the addresses of the previous group and wait there forever.
     """
-    stores = _stores.get(_meeting_point(world.world_size), [])
+    stores = _used_stores.get(_meeting_point(world.world_size), [])
     return PrefixStore(f"cluster_ddp/group-{len(stores)}", stores[0]) if stores else None
 
 
@@ -281,18 +281,22 @@ def host_group() -> dist.ProcessGroup | None:
     group = dist.group.WORLD
     if group is None or torch.device("cpu") in group._device_types:
         return None
-    if group not in _beside:
-        _beside.clear()
-        _beside[group] = dist.new_group(backend="gloo")
-    return _beside[group]
+    if group not in _cpu_groups:
+        _cpu_groups.clear()
+        _cpu_groups[group] = dist.new_group(backend="gloo")
+    return _cpu_groups[group]
+
+
+def store_of_ranks() -> Store | None:
+    """Return the store through which the ranks met; None for a single rank without a group."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def cleanup_distributed() -> None:
     """Leave the group, on all ranks together; call it after every other use of the group."""
-    if dist.is_initialized():
+    if (store := store_of_ranks()) is not None:
         hold_group()
-        met = _stores.setdefault(_meeting_point(dist.get_world_size()), [])
-        met.append(dist.distributed_c10d._get_default_store())
+        _used_stores.setdefault(_meeting_point(dist.get_world_size()), []).append(store)
         dist.destroy_process_group()
 
 
@@ -304,7 +308,7 @@ def hold_group() -> None:
     own Python object releases the GIL first, so it has to be the last reference.
     """
     if dist.is_initialized():
-        _left.append(dist.group.WORLD)
+        _held_groups.append(dist.group.WORLD)
         atexit.register(_end_groups)
 
 
@@ -318,7 +322,7 @@ def _end_groups() -> None:
         if issubclass(type(candidate), DistributedDataParallel):
             for name in _HOLD_THE_GROUP:
                 candidate.__dict__.pop(name, None)
-    _left.clear()
+    _held_groups.clear()
 
 
 def describe_ranks(world: World) -> list[str]:

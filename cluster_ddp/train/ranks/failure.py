@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from cluster_ddp.errors import Cause
@@ -25,10 +24,10 @@ from cluster_ddp.run.causes import cause_of_message, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events_of
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.train.ranks.distributed import World
+from cluster_ddp.train.objects.whose_code import is_library_file, is_our_file
+from cluster_ddp.train.ranks.distributed import World, store_of_ranks
 from cluster_ddp.train.ranks.process import RankProcess
 from cluster_ddp.train.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
-from cluster_ddp.train.whose_code import is_library_file, is_our_file
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0
@@ -88,10 +87,9 @@ def _earlier_failure(error: BaseException, world: World, writer: EventWriter | N
     The store that the ranks met through records who was first. A store that is not hosted by torchrun's agent is gone
     once rank 0 is; then rank 0 was first if it has recorded an error, whatever has failed here.
     """
-    if not dist.is_initialized():
+    if (store := store_of_ranks()) is None:
         return None
     try:
-        store = dist.distributed_c10d._get_default_store()
         if store.add(_FIRST_FAILURE, 1) == 1:
             store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
             return None
@@ -111,11 +109,10 @@ def _rank_0_has_recorded(run: RunDirectory, attempt: int) -> bool:
 
 def _let_others_ask(world: World) -> None:
     """Keep rank 0, and so the store, alive until the ranks that fail for the same reason have asked who was first."""
-    if world.rank != 0 or not dist.is_initialized():
+    if world.rank != 0 or (store := store_of_ranks()) is None:
         return
     end = time.monotonic() + _ASKING_SECONDS
     with contextlib.suppress(RuntimeError):
-        store = dist.distributed_c10d._get_default_store()
         while store.add(_FIRST_FAILURE, 0) < world.world_size and time.monotonic() < end:
             time.sleep(0.02)
 

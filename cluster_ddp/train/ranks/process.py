@@ -121,7 +121,7 @@ def join_ranks(job: JobSpec) -> None:
     A group that the program itself has created keeps its backend, but takes the timeout of the job file, if that has
     one.
     """
-    backend = None if job.network.backend == "auto" else job.network.backend
+    backend = job.network.fixed_backend
     timeout = resolve(job.network, os.environ).timeout
     if dist.is_initialized() and job.network.timeout is not None:
         # Public since torch 2.14, in which the private one warns.

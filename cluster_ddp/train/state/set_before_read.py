@@ -23,7 +23,7 @@ from cluster_ddp.train.objects.inner_parts import CONTAINERS
 from cluster_ddp.train.objects.live_variables import is_read_first, own_parts
 from cluster_ddp.train.objects.snapshot import LENGTH
 from cluster_ddp.train.objects.syntax import SCOPES
-from cluster_ddp.train.whose_code import is_of_user
+from cluster_ddp.train.objects.whose_code import is_of_user
 
 _CONTAINERS = (dict, collections.OrderedDict, list)
 _FILLING = {"append", "clear", "__setitem__"}  # methods that read nothing

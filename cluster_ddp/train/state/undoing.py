@@ -27,8 +27,8 @@ from cluster_ddp.train.objects.comparing import equal_bits
 from cluster_ddp.train.objects.held import are_hooks, enclosing_methods, global_hooks, hooks_of_tensor
 from cluster_ddp.train.objects.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.objects.surroundings import modules_around
+from cluster_ddp.train.objects.whose_code import is_library, is_of_user
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.whose_code import is_library, is_of_user
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
 _LARGE = 1 << 26  # bytes of a tensor or array up to which its contents are kept

@@ -15,9 +15,9 @@ from torch import nn
 
 from cluster_ddp.train.objects.only_written import codes_of
 from cluster_ddp.train.objects.syntax import FUNCTIONS
+from cluster_ddp.train.objects.whose_code import is_of_user
 from cluster_ddp.train.state.set_before_read import reads_before_setting, trees_with
 from cluster_ddp.train.task import Task
-from cluster_ddp.train.whose_code import is_of_user
 
 _LATER = (ast.Lambda, ast.GeneratorExp)  # what is computed at another time
 _WAITING = (ast.Yield, ast.YieldFrom, ast.Await)

@@ -18,7 +18,7 @@ from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.own.data.held_data import held_data
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy, inside
-from cluster_ddp.train.own.data.order import Order, indices_in, name_of_order
+from cluster_ddp.train.own.data.order import SamplerOrder, indices_in, name_of_order
 from cluster_ddp.train.own.data.stream_batches import StreamBatches
 from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, parts_of, seed_host
@@ -125,7 +125,7 @@ class MapBatches:
         self._copy, self.length = of, length
         self._by_batch = of.inner.batch_sampler is not None
         sampler = of.inner.batch_sampler if self._by_batch else of.inner.sampler
-        self._order = Order(sampler, length, world_size, has_own_length=not told)
+        self._order = SamplerOrder(sampler, length, world_size, has_own_length=not told)
         self.samples: int | None = len(of.inner.dataset) if hasattr(of.inner.dataset, "__len__") else None
         size = of.inner.batch_size if self._by_batch else None
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
@@ -216,7 +216,7 @@ class MapBatches:
 class _Keys:
     """Replaces the loader's sampler; yields (epoch, indices)."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: SamplerOrder) -> None:
         self._order = order
         self.epoch = self.first = 0
         self.is_read = False

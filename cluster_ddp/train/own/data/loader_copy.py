@@ -11,9 +11,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from cluster_ddp.process import gc_paused
 from cluster_ddp.train.data.fork_server import protect_fork_server
 from cluster_ddp.train.data.loader import (
-    collecting_no_garbage,
     see_off,
     set_up_worker,
     tell_how_they_ended,
@@ -63,7 +63,7 @@ class LoaderCopy:
         if self.inner.num_workers:
             protect_fork_server(self.inner.multiprocessing_context)
         self.begin()
-        with collecting_no_garbage():
+        with gc_paused():
             batches = iter(self.loader)
         self.note_workers()
         try:

@@ -28,7 +28,7 @@ _INNER = ("sampler", "batch_sampler", "base_sampler")
 _SEVERAL = ("samplers", "batch_samplers")
 
 
-class Order:
+class SamplerOrder:
     """The order of a sampler in each epoch."""
 
     def __init__(self, sampler: Any, length: int, world_size: int, *, has_own_length: bool) -> None:

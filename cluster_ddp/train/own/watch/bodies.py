@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from cluster_ddp.train.objects.syntax import FUNCTIONS, SCOPES
+from cluster_ddp.train.objects.whose_code import is_library_file, is_own_class
 from cluster_ddp.train.own.program import once, running_frames, variables_of
-from cluster_ddp.train.whose_code import is_library_file, is_own_class
 
 _Found = TypeVar("_Found")
 

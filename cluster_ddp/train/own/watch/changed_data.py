@@ -15,12 +15,12 @@ from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.objects.syntax import name_of
+from cluster_ddp.train.objects.whose_code import is_ours, is_own_class
 from cluster_ddp.train.own.data.order import samplers_in
 from cluster_ddp.train.own.program import living
 from cluster_ddp.train.own.values import differing, fingerprint_of
 from cluster_ddp.train.own.watch.bodies import tree_of_object
 from cluster_ddp.train.ranks.distributed import broadcast_object
-from cluster_ddp.train.whose_code import is_ours, is_own_class
 
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)

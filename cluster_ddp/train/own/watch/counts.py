@@ -31,6 +31,7 @@ from cluster_ddp.train.objects.syntax import (
     nodes_around,
     statement_of,
 )
+from cluster_ddp.train.objects.whose_code import is_library_file
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
@@ -48,7 +49,6 @@ from cluster_ddp.train.own.watch.bodies import (
 from cluster_ddp.train.own.watch.matters import feeding_loss, is_decay, is_decisive, sets_rate
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
-from cluster_ddp.train.whose_code import is_library_file
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")

@@ -20,6 +20,7 @@ from cluster_ddp.train.objects.syntax import (
     is_of_clock,
     name_of,
 )
+from cluster_ddp.train.objects.whose_code import is_own_class
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.program import (
     found_or_nothing,
@@ -40,7 +41,6 @@ from cluster_ddp.train.own.watch.bodies import (
 from cluster_ddp.train.own.watch.matters import compared_in, is_best, rates_in, rating_in, sets_rate
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep
-from cluster_ddp.train.whose_code import is_own_class
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _NAMES = re.compile(r"\w+")
@@ -49,7 +49,7 @@ _NAMES = re.compile(r"\w+")
 def watch_elsewhere(saved: Saved, report: Report) -> Iterator[None]:
     """Warn, after the second step, about numbers of the program that decide, and that no running function sets.
 
-    Such as ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
+    Examples are ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
     of any class of the program's own with an object in its variables, and likewise with an item of a dict, a global
     variable, or one of the function around, which a callback sets; or ``self.calls += 1`` in an object that computes
     learning rates from it. Also about numbers that steps change so, if they are compared with others, such as the

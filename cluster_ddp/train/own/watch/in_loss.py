@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.objects.syntax import assigned, below, built_on_itself, is_of_clock
+from cluster_ddp.train.objects.whose_code import is_library, is_ours, is_own_class
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object, value_of
 from cluster_ddp.train.own.watch.matters import changed_in_place_after_use, feeding_loss, reset_each_time
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.whose_code import is_library, is_ours, is_own_class
 
 _LISTS = (list, collections.deque)
 _NUMBERS = (int, float)

@@ -155,7 +155,7 @@ def is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_
 def compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
     """What is compared with something that is no literal, other than to print, or is in a formula such as of a decay.
 
-    Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``; a meter's mean is none.
+    Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``, but not a meter's mean.
     """
     for node in parents:
         sides: list[ast.AST] = []

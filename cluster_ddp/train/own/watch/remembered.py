@@ -25,11 +25,11 @@ from cluster_ddp.train.objects.syntax import (
     statement_of,
     taken_from,
 )
+from cluster_ddp.train.objects.whose_code import is_library_file, is_ours
 from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object, value_or_none, with_parents
 from cluster_ddp.train.own.watch.matters import feeding_loss, sets_rate_of_optimizer
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved, how_to_keep, is_restored
-from cluster_ddp.train.whose_code import is_library_file, is_ours
 
 _CONSTANT = {"len", "int", "float", "bool", "isinstance", "hasattr", "getattr"}  # calls that decide the same each time
 _WRAPPING = (zip, map, filter, enumerate)  # what goes through the batches themselves
@@ -42,7 +42,7 @@ _Uses = dict[ast.AST, set[str]]
 def watch_remembered(saved: Saved, report: Reported) -> Iterator[None]:
     """Warn, after the second step, about variables that a pass through a loop sets and a later one depends on.
 
-    Such as ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"`` once the
+    Examples are ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"`` once the
     loss is small, a list of losses that ends the training, or ``next(tasks)``. Unlike `watch_counts`, which looks at
     numbers, and `watch_carried`, which looks at tensors that have changed, this only looks at the source, so that it
     reports them long before they change.

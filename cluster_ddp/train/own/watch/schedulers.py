@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from cluster_ddp.train.objects.syntax import built_on_itself, taken_from
+from cluster_ddp.train.objects.whose_code import is_library_file
 from cluster_ddp.train.own.program import living, reachable
 from cluster_ddp.train.own.watch.bodies import tree_of_object
 from cluster_ddp.train.own.watch.saved import Saved
-from cluster_ddp.train.whose_code import is_library_file
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 
@@ -51,7 +51,7 @@ def watch_other_schedulers(
 def watch_schedules(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
     """Warn, after the second step, about functions from which schedulers get a rate and that count their own calls.
 
-    As in ``LambdaLR(optimizer, rate)``, where ``rate`` does ``calls[0] += 1``: a scheduler saves how often it was
+    An example is ``LambdaLR(optimizer, rate)``, where ``rate`` does ``calls[0] += 1``: a scheduler saves how often it was
     stepped, but not the variables of such a function. Only the source is looked at, because most schedulers are stepped
     after an epoch, when these steps are long over.
 

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.objects.syntax import name_of, nodes_around
+from cluster_ddp.train.objects.whose_code import is_ours
 from cluster_ddp.train.optimizer import parameters_of
 from cluster_ddp.train.own.watch.bodies import text_of, value_or_none
 from cluster_ddp.train.own.watch.rounds import begins_at_place
-from cluster_ddp.train.whose_code import is_ours
 
 _COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
 _TAKING = {GeneratorType, *_COUNTING}

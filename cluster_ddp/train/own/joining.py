@@ -25,10 +25,10 @@ from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
-from cluster_ddp.run.liveness import identify, identity_name, is_alive, parse_identity
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.leaving import LeaveBlock
+from cluster_ddp.train.own.occupied import occupied
 from cluster_ddp.train.own.run import ScriptRun
 from cluster_ddp.train.precision import keep_order_of_sums
 from cluster_ddp.train.randomness import Use, derive, seed_everything
@@ -43,7 +43,6 @@ _joined: list[ScriptRun] = []
 # Seeds that are not the program's: torch draws a large one when a process starts. A smaller one was set before this
 # package was imported.
 _drawn = {torch.initial_seed()} if torch.initial_seed() >= 2**32 else set[int]()
-_OCCUPANT = ".joined-by-"
 
 
 def join_run(folder: Path | str | None = None) -> contextlib.AbstractContextManager[ScriptRun]:
@@ -103,7 +102,7 @@ def _block_of(folder: Path | str | None) -> Iterator[ScriptRun]:
         return JobSpec(name="script", script=_name_of_program())
 
     around = contextlib.nullcontext() if place else handlers_put_back()
-    alone = contextlib.nullcontext() if place or not find_world().is_main else alone_in(directory.path)
+    alone = contextlib.nullcontext() if place or not find_world().is_main else occupied(directory.path)
     joined = joined_rank(directory, attempt, read_job, writer=writer)
     with around, joined as (job, process), alone, _seeded(job.train.seed, may_run_again=block.may_run_again):
         if find_world().device.type == "cpu":
@@ -152,56 +151,6 @@ def _seeded(seed: int, *, may_run_again: bool) -> Iterator[None]:
     finally:
         if has_not and may_run_again:
             _drawn.add(torch.initial_seed())
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Occupy a folder, in which another process would find this one's checkpoints, and resume from them.
-
-    Raises
-    ------
-    TrainError
-        Another process of this machine occupies it.
-    """
-    own = folder / f"{_OCCUPANT}{identity_name(identify(os.getpid()))}"
-    try:
-        with _one_at_a_time(folder):  # else two that begin at the same moment see, and refuse, each other
-            with contextlib.suppress(OSError):
-                own.touch()
-            _refuse_others(folder, own)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            own.unlink()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Lock a folder while the processes of this machine look who is in it, if its file system can."""
-    with contextlib.ExitStack() as stack:
-        # A folder that cannot be written is reported by the first save.
-        with contextlib.suppress(OSError, ImportError):
-            folder.mkdir(parents=True, exist_ok=True)
-            import fcntl  # not on Windows, where this package is a library only
-
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)  # which unlocks it
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-
-
-def _refuse_others(folder: Path, own: Path) -> None:
-    for file in set(folder.glob(f"{_OCCUPANT}*")) - {own}:
-        other = parse_identity(file.name.removeprefix(_OCCUPANT))
-        is_there = other is None or is_alive(other)  # None: on another machine, so it may have been killed there
-        if other is not None and is_there:
-            raise TrainError(
-                f"process {other.pid} trains in {folder} at the same time: each would resume from the other's "
-                "checkpoints. Give each its own folder, join_run(folder), or wait until that process has ended"
-            )
-        if is_there is False:
-            with contextlib.suppress(OSError):  # as if it belongs to somebody else
-                file.unlink()
 
 
 def joined_run() -> ScriptRun | None:

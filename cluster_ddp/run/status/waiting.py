@@ -1,4 +1,4 @@
-"""What Slurm says, in plain English: why a job waits, and what to do about that, or about a refusal."""
+"""Why a job waits, in plain English, and what to do about that."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 
 from cluster_ddp.slurm.states import SlurmJob
 from cluster_ddp.words import moment
-
-NO_NODE_FITS = "node configuration is not available"
-"""In Slurm's refusal of a job that no node fits, or none that is up."""
 
 _PLAIN = {
     "Priority": "jobs of a higher priority come first",
@@ -132,36 +129,3 @@ def _limit(reason: str) -> str | None:
 def _what(limited: str) -> str:
     lower = limited.lower()
     return _WHAT.get(lower) or ("CPU time" if "minutes" in lower else limited)
-
-
-_ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions time limits, too
-    "SubmitJob": (
-        "a limit on jobs in the queue, where each element of a sweep and each job of a chain counts (squeue --me): "
-        "wait until some have ended, or ask for fewer"
-    ),
-    "violates accounting/QOS policy": (
-        "a limit of your account or QOS: sacctmgr show assoc user=$USER, sacctmgr show qos"
-    ),
-    "Invalid account or account/partition": (
-        "slurm.account: to list yours: sacctmgr show assoc user=$USER format=account,partition"
-    ),
-    "Invalid qos": "slurm.qos: to list yours: sacctmgr show assoc user=$USER format=account,qos",
-    "partition not available": "slurm.partition: it is not taking jobs now; sinfo -s lists those that are up",
-    "nvalid partition": "slurm.partition: sinfo -s lists the partitions",
-    "time limit": "slurm.time: sinfo -o '%P %l' lists what each partition allows",
-    "Invalid feature": "slurm.constraint: sinfo -o '%P %f' lists what the nodes have",
-    "Invalid generic resource": "slurm.gpus_per_node: sinfo -o '%P %G' lists the GPUs and their types",
-    "--gpus-per-node and --gres=gpu": (  # since 26.05; a job file sets only one of them
-        "the submitting shell exports the other one: unset SBATCH_GRES SBATCH_GPUS_PER_NODE, or set slurm.gpu_option "
-        "to what your site wants"
-    ),
-    "nvalid node name": "slurm.nodelist or slurm.exclude: sinfo -N lists the nodes",
-    NO_NODE_FITS: "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
-    "Memory specification": "slurm.mem: sinfo -o '%P %m' lists what the nodes have, in MiB",
-    "reservation": "slurm.reservation: scontrol show reservation",
-}
-
-
-def advice(words: str) -> str:
-    """Return advice as a line to add to Slurm's message; empty if there is none."""
-    return next((f"\nWhat to do: {what}" for sign, what in _ADVICE.items() if sign in words), "")

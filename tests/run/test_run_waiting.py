@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster_ddp.slurm.reasons import in_words
+from cluster_ddp.run.status.waiting import in_words
 
 
 @pytest.mark.parametrize(
