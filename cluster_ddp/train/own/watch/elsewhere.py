@@ -49,11 +49,11 @@ _NAMES = re.compile(r"\w+")
 def watch_elsewhere(saved: Saved, report: Report) -> Iterator[None]:
     """Warn, after the second step, about numbers of the program that decide, and that no running function sets.
 
-    Examples are ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
-    of any class of the program's own with an object in its variables, and likewise with an item of a dict, a global
-    variable, or one of the function around, which a callback sets; or ``self.calls += 1`` in an object that computes
-    learning rates from it. Also about numbers that steps change so, if they are compared with others, such as the
-    exploration rate of an agent. What a method sets to a literal number, as a meter's ``reset()`` does, is not
+    Examples are ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the
+    code of any class of the program's own with an object in its variables, and likewise with an item of a dict, a
+    global variable, or one of the function around, which a callback sets; or ``self.calls += 1`` in an object that
+    computes learning rates from it. Also about numbers that steps change so, if they are compared with others, such as
+    the exploration rate of an agent. What a method sets to a literal number, as a meter's ``reset()`` does, is not
     reported.
 
     Parameters

@@ -42,10 +42,10 @@ _Uses = dict[ast.AST, set[str]]
 def watch_remembered(saved: Saved, report: Reported) -> Iterator[None]:
     """Warn, after the second step, about variables that a pass through a loop sets and a later one depends on.
 
-    Examples are ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"`` once the
-    loss is small, a list of losses that ends the training, or ``next(tasks)``. Unlike `watch_counts`, which looks at
-    numbers, and `watch_carried`, which looks at tensors that have changed, this only looks at the source, so that it
-    reports them long before they change.
+    Examples are ``if epoch == 10: criterion = ...``, ``weights = 1 + errors`` after the batches, ``stage = "main"``
+    once the loss is small, a list of losses that ends the training, or ``next(tasks)``. Unlike `watch_counts`, which
+    looks at numbers, and `watch_carried`, which looks at tensors that have changed, this only looks at the source, so
+    that it reports them long before they change.
 
     What is set again whenever the loop gets there is not reported: before it is used, once only if it is None, or in
     ``if epoch >= 10:``. Nor is what is only printed, or what the loop deletes when it has used it.

@@ -29,9 +29,9 @@ class _Round(NamedTuple):
 def watch_rounds(step: Callable[[], int], report: Report, passed_in: Iterable[Any] = ()) -> Iterator[None]:
     """Warn, after the second step, about a loop whose own rounds take the batches, as they start over after a resume.
 
-    Examples are ``for step in range(steps): batch = next(batches)``, and ``while step < steps:`` with ``step += 1``, where a
-    generator gives the batches of all epochs. A loop that begins at `ScriptRun.step`, or at a number computed from it,
-    is not reported.
+    Examples are ``for step in range(steps): batch = next(batches)``, and ``while step < steps:`` with ``step += 1``,
+    where a generator gives the batches of all epochs. A loop that begins at `ScriptRun.step`, or at a number computed
+    from it, is not reported.
 
     Parameters
     ----------

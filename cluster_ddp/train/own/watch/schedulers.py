@@ -51,9 +51,9 @@ def watch_other_schedulers(
 def watch_schedules(saved: Saved, warn: Callable[[str], None]) -> Iterator[None]:
     """Warn, after the second step, about functions from which schedulers get a rate and that count their own calls.
 
-    An example is ``LambdaLR(optimizer, rate)``, where ``rate`` does ``calls[0] += 1``: a scheduler saves how often it was
-    stepped, but not the variables of such a function. Only the source is looked at, because most schedulers are stepped
-    after an epoch, when these steps are long over.
+    An example is ``LambdaLR(optimizer, rate)``, where ``rate`` does ``calls[0] += 1``: a scheduler saves how often it
+    was stepped, but not the variables of such a function. Only the source is looked at, because most schedulers are
+    stepped after an epoch, when these steps are long over.
 
     Parameters
     ----------
