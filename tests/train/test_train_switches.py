@@ -84,6 +84,25 @@ def test_what_loss_does_to_parameters_is_undone_after_the_passes_that_settle_the
     assert run_ranks(drifted, 2) == [3.0, 3.0]
 
 
+class Closing(Plain):
+    """A hook of its model refers to the model by itself."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.register_forward_pre_hook(lambda *_: made.zero_grad())
+        return made
+
+
+def test_a_function_that_has_closed_over_the_model_is_named_with_averaged_weights(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for task, decay in ((Plain(), 0.9), (Closing(), None)):
+        train(task, job(train={"steps": 1, "global_batch": 24, "ema_decay": decay}))
+        assert "has closed over the model" not in capfd.readouterr().err
+    train(Closing(), job(train={"steps": 1, "global_batch": 24, "ema_decay": 0.9}))
+    assert "Closing.model.<locals>.<lambda>, a function in the model, has closed over" in capfd.readouterr().err
+
+
 class Descending(Plain):
     """Plain gradient descent, so that an update is the gradient."""
 
