@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, get_worker_info
 from train_ranks import run_ranks
-from train_tasks import Everything, Plain, job, new_run, train
+from train_tasks import FEATURES, Everything, Plain, job, new_run, train
 
 from cluster_ddp.job import BatchPlan
 from cluster_ddp.run.reading import parse_lines
@@ -61,27 +62,50 @@ def test_gradients_are_summed_once_a_step_in_buckets_of_the_size_asked_for() -> 
         assert bytes_cap == int(0.02 * 2**20) and buckets > 1
 
 
+class Queueing(nn.Linear):
+    """Counts its passes in an object of Python's library, which is its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.queue = queue.SimpleQueue[int]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.queue.put(0)
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> int:
+        return self.queue.qsize()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.queue = queue.SimpleQueue()
+        for _ in range(state):
+            self.queue.put(0)
+
+
 class Drifting(Plain):
     """Its loss moves a frozen parameter, as that of a momentum encoder moves."""
 
     def model(self) -> nn.Module:
-        made = super().model()
+        made = nn.Sequential(Queueing(), super().model())
         self.drift = nn.Parameter(torch.zeros(1), requires_grad=False)
         made.register_parameter("drift", self.drift)
         return made
+
+    def eval_data(self) -> None:
+        return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.drift.data += 1
         return super().loss(model, batch)
 
 
-def drifted() -> float:
+def drifted() -> tuple[float, int]:
     trainer, _ = train(Drifting(), job(train={"steps": 3, "global_batch": 24}))
-    return float(trainer.model.get_parameter("drift"))
+    return float(trainer.model.get_parameter("drift")), int(trainer.model.get_submodule("0").get_extra_state())
 
 
-def test_what_loss_does_to_parameters_is_undone_after_the_passes_that_settle_the_buckets() -> None:
-    assert run_ranks(drifted, 2) == [3.0, 3.0]
+def test_what_loss_does_to_parameters_and_extra_state_is_undone_after_the_passes_that_settle_the_buckets() -> None:
+    assert run_ranks(drifted, 2) == [(3.0, 3), (3.0, 3)]
 
 
 class Closing(Plain):
