@@ -24,7 +24,7 @@ from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.objects.comm_hooks import states_of_hooks, watch_comm_hooks
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.ranks.distributed import World, all_gather
+from cluster_ddp.train.ranks.distributed import World, all_gather, all_gather_object
 from cluster_ddp.train.recomputing import checkpoint_blocks
 from cluster_ddp.train.refusals import (
     SHAPED_BY_A_BATCH,
@@ -205,7 +205,8 @@ def settle_buckets(
     for module, extra in extra_states:  # it may be that of a library's object, which has not been undone
         if not are_alike(extra, {"": module.get_extra_state()}):
             module.set_extra_state(extra[""])
-    if also is not None and state:
+    # A state that has not changed is not loaded: load_state_dict() may note that this is a resume.
+    if also is not None and state and not all(all_gather_object(are_alike(state, also.state_dict()))):
         also.load_state_dict(state)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +97,38 @@ class Drifting(Plain):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.drift.data += 1
         return super().loss(model, batch)
+
+
+class Loading(Plain):
+    """Its loss changes a setting of the optimizer, and it counts how often a state is loaded."""
+
+    steps = loaded = 0
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        self.made = super().optimizer(model, lr)
+        return self.made
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        self.made.param_groups[0]["weight_decay"] += 1.0
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.loaded += 1
+
+
+def loaded() -> tuple[float, int, int]:
+    task = Loading()
+    train(task, job(train={"steps": 3, "global_batch": 24, "weight_decay": 0.0}))
+    return task.made.param_groups[0]["weight_decay"], task.steps, task.loaded
+
+
+def test_settings_are_undone_after_these_passes_and_no_state_is_loaded_that_is_there() -> None:
+    assert run_ranks(loaded, 2) == [(3.0, 3, 0), (3.0, 3, 0)]
 
 
 def drifted() -> tuple[float, int]:
