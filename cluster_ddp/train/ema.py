@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.objects.inner_parts import closed_over
+from cluster_ddp.train.randomness import parts_of
 
 EXTRA_STATE = "_extra_state"  # in state_dict(), after the module's name: what its get_extra_state() returned
 _LOW = (torch.bfloat16, torch.float16)
@@ -45,6 +48,19 @@ class Ema:
             for parameter, average in zip(_averaged(self._model), self._averages, strict=True)
             if average.dtype is not parameter.dtype
         }
+
+    def remark(self) -> str | None:
+        """What to tell the user if a function in the copy has closed over a module of the model, which it then uses."""
+        own = set(map(id, self._model.modules()))
+        others = {id(module) for module, _ in self._modules} - own
+        for part in parts_of(self._model):
+            if isinstance(part, FunctionType) and not others.isdisjoint(map(id, closed_over(part))):
+                return (
+                    f"train.ema_decay: {part.__qualname__}, a function in the model, has closed over the model or "
+                    "a part of it: an evaluation of the averaged weights uses those of training there, and may change "
+                    "its buffers. Make it a method, or use the module that a hook is given"
+                )
+        return None
 
     def update(self, was_skipped: bool | Tensor) -> None:
         """Average in the weights after an update, unless it was skipped (see `Update.step`)."""

@@ -24,7 +24,7 @@ from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.objects.comm_hooks import states_of_hooks, watch_comm_hooks
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
-from cluster_ddp.train.ranks.distributed import World, all_gather
+from cluster_ddp.train.ranks.distributed import World, all_gather, all_gather_object
 from cluster_ddp.train.recomputing import checkpoint_blocks
 from cluster_ddp.train.refusals import (
     SHAPED_BY_A_BATCH,
@@ -35,7 +35,7 @@ from cluster_ddp.train.refusals import (
     refuse_sparse,
     refuse_trained_in_8_bits,
 )
-from cluster_ddp.train.state.stateful import Stateful, copied
+from cluster_ddp.train.state.stateful import Stateful, are_alike, copied
 from cluster_ddp.train.state.undoing import wholly_undone
 from cluster_ddp.train.step import run_backward
 
@@ -163,6 +163,11 @@ def settle_buckets(
     """
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copied(also.state_dict()) if also is not None else {}
+    extra_states = [
+        (module, copied({"": module.get_extra_state()}))
+        for module in model.modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
     trained = [parameter.requires_grad for parameter in model.parameters()]
     # On the host, where there was memory for them when the model was built.
     weights = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
@@ -197,7 +202,11 @@ def settle_buckets(
                 f"and {list(buffer.shape)} after it, which a resume could not repeat. {SHAPED_BY_A_BATCH}"
             )
         buffer.data.copy_(before)
-    if also is not None and state:
+    for module, extra in extra_states:  # it may be that of a library's object, which has not been undone
+        if not are_alike(extra, {"": module.get_extra_state()}):
+            module.set_extra_state(extra[""])
+    # A state that has not changed is not loaded: load_state_dict() may note that this is a resume.
+    if also is not None and state and not all(all_gather_object(are_alike(state, also.state_dict()))):
         also.load_state_dict(state)
 
 

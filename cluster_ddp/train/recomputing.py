@@ -7,6 +7,8 @@ be as later blocks have left it, and would be changed twice.
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 import random
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.objects.whose_code import is_library
 from cluster_ddp.train.randomness import GENERATORS, parts_of
 
+_OF_MODULES = frozenset(vars(nn.Module()))  # such as the dicts of parameters and buffers
+_CHANGEABLE = (Tensor, np.ndarray, list, dict, set, collections.deque)
 _Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
 """The attributes or buffers of modules, and what they hold at a moment."""
 
@@ -124,17 +128,19 @@ class _AsBefore:
 
 
 def _copied(attributes: _Attributes) -> _Attributes:
-    """The same with copies of the tensors, which the block may change; one with two names stays one."""
-    copies: dict[int, Tensor] = {}
+    """The same with copies of tensors, arrays and lists, which the block may change; one with two names stays one."""
+    copies: dict[int, Any] = {}
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.requires_grad:
+    def copied(name: str, value: Any) -> Any:
+        if name in _OF_MODULES or not isinstance(value, _CHANGEABLE):
+            return value
+        if isinstance(value, Tensor) and value.requires_grad:
             return value
         if id(value) not in copies:
-            copies[id(value)] = value.detach().clone()
+            copies[id(value)] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
         return copies[id(value)]
 
-    return [(place, {name: copy(value) for name, value in values.items()}) for place, values in attributes]
+    return [(place, {name: copied(name, value) for name, value in values.items()}) for place, values in attributes]
 
 
 def _put(attributes: _Attributes, states: list[Callable[[], Any]]) -> None:

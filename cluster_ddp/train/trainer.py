@@ -206,6 +206,8 @@ class Trainer:
         self.single_samples = SingleSamples(self.model, order, self.plan)
         self._seed(Use.EVAL_DATA)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
+        if self.evaluation is not None and self.ema is not None and (remark := self.ema.remark()) is not None:
+            self.session.warn(remark)
         names = [] if self.evaluation is None else metric_names(self.task.evaluate)
         if names is not None:  # otherwise the first evaluation shows them
             self.session.saving.check_metric([f"val/{name}" for name in names])

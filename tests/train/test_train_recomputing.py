@@ -70,12 +70,15 @@ class Counts(nn.Linear):
         super().__init__(4, 4)
         self.register_buffer("calls", torch.zeros(()))
         self.again, self.own = 0, np.random.default_rng(0)
+        self.passes, self.sums = list[int](), np.zeros(1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.again += 1
+        self.passes.append(self.again)
+        self.sums += len(self.passes)
         noise = random.random() + np.random.rand() + self.own.random()
-        return torch.tanh(super().forward(inputs) * self.calls.clone() + self.again + noise)
+        return torch.tanh(super().forward(inputs) * self.calls.clone() + self.sums.sum() + noise)
 
 
 def test_blocks_are_computed_again_with_what_they_held_and_drew_at_first() -> None:
@@ -104,7 +107,7 @@ def test_blocks_are_computed_again_with_what_they_held_and_drew_at_first() -> No
             (slope,) = torch.autograd.grad(loss, counts.weight, create_graph=True)
             loss = loss + slope.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        drawn = torch.tensor([random.random(), np.random.rand(), counts.own.random(), counts.again])
+        drawn = torch.tensor([random.random(), np.random.rand(), counts.own.random(), counts.again, counts.sums.sum()])
         return [drawn, *blocks.buffers(), *(weight.grad for weight in blocks.parameters() if weight.grad is not None)]
 
     for penalty in (False, True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, get_worker_info
 from train_ranks import run_ranks
-from train_tasks import Everything, Plain, job, new_run, train
+from train_tasks import FEATURES, Everything, Plain, job, new_run, train
 
 from cluster_ddp.job import BatchPlan
 from cluster_ddp.run.reading import parse_lines
@@ -61,27 +62,101 @@ def test_gradients_are_summed_once_a_step_in_buckets_of_the_size_asked_for() -> 
         assert bytes_cap == int(0.02 * 2**20) and buckets > 1
 
 
+class Queueing(nn.Linear):
+    """Counts its passes in an object of Python's library, which is its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.queue = queue.SimpleQueue[int]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.queue.put(0)
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> int:
+        return self.queue.qsize()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.queue = queue.SimpleQueue()
+        for _ in range(state):
+            self.queue.put(0)
+
+
 class Drifting(Plain):
     """Its loss moves a frozen parameter, as that of a momentum encoder moves."""
 
     def model(self) -> nn.Module:
-        made = super().model()
+        made = nn.Sequential(Queueing(), super().model())
         self.drift = nn.Parameter(torch.zeros(1), requires_grad=False)
         made.register_parameter("drift", self.drift)
         return made
+
+    def eval_data(self) -> None:
+        return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.drift.data += 1
         return super().loss(model, batch)
 
 
-def drifted() -> float:
+class Loading(Plain):
+    """Its loss changes a setting of the optimizer, and it counts how often a state is loaded."""
+
+    steps = loaded = 0
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        self.made = super().optimizer(model, lr)
+        return self.made
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        self.made.param_groups[0]["weight_decay"] += 1.0
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.loaded += 1
+
+
+def loaded() -> tuple[float, int, int]:
+    task = Loading()
+    train(task, job(train={"steps": 3, "global_batch": 24, "weight_decay": 0.0}))
+    return task.made.param_groups[0]["weight_decay"], task.steps, task.loaded
+
+
+def test_settings_are_undone_after_these_passes_and_no_state_is_loaded_that_is_there() -> None:
+    assert run_ranks(loaded, 2) == [(3.0, 3, 0), (3.0, 3, 0)]
+
+
+def drifted() -> tuple[float, int]:
     trainer, _ = train(Drifting(), job(train={"steps": 3, "global_batch": 24}))
-    return float(trainer.model.get_parameter("drift"))
+    return float(trainer.model.get_parameter("drift")), int(trainer.model.get_submodule("0").get_extra_state())
 
 
-def test_what_loss_does_to_parameters_is_undone_after_the_passes_that_settle_the_buckets() -> None:
-    assert run_ranks(drifted, 2) == [3.0, 3.0]
+def test_what_loss_does_to_parameters_and_extra_state_is_undone_after_the_passes_that_settle_the_buckets() -> None:
+    assert run_ranks(drifted, 2) == [(3.0, 3), (3.0, 3)]
+
+
+class Closing(Plain):
+    """A hook of its model refers to the model by itself."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.register_forward_pre_hook(lambda *_: made.zero_grad())
+        return made
+
+
+def test_a_function_that_has_closed_over_the_model_is_named_with_averaged_weights(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for task, decay in ((Plain(), 0.9), (Closing(), None)):
+        train(task, job(train={"steps": 1, "global_batch": 24, "ema_decay": decay}))
+        assert "has closed over the model" not in capfd.readouterr().err
+    train(Closing(), job(train={"steps": 1, "global_batch": 24, "ema_decay": 0.9}))
+    assert "Closing.model.<locals>.<lambda>, a function in the model, has closed over" in capfd.readouterr().err
 
 
 class Descending(Plain):

@@ -108,6 +108,11 @@ def compiled_numbers(value: object) -> Iterator[tuple[str, Any]]:
         yield "__len__", size(value)
 
 
+def closed_over(function: FunctionType) -> list[Any]:
+    """What a function has closed over."""
+    return [part for _, part in _closed_over(function)]
+
+
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

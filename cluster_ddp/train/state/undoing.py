@@ -64,7 +64,7 @@ def undone(task: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wholly_undone(*holders: object) -> Iterator[None]:
-    """The same for all modules and what they hold, and for slots, variables of closures, tensors and arrays.
+    """The same for all modules, optimizers and what these hold, for slots, closures, tensors and arrays.
 
     For a pass that is thrown away: a flag such as "is initialised" has to be undone with what it stands for. Parameters
     keep their values, which the caller has to restore, and DDP what it keeps for itself.
@@ -102,7 +102,7 @@ def wholly_undone(*holders: object) -> Iterator[None]:
 def _is_undone(part: object) -> bool:
     if isinstance(part, nn.Module):
         return not isinstance(part, DistributedDataParallel)
-    return are_hooks(part) or not is_library(type(part).__module__)
+    return isinstance(part, Optimizer) or are_hooks(part) or not is_library(type(part).__module__)
 
 
 def _hooks_of_tensors(parts: Iterable[object]) -> list[_Hooks]:
