@@ -82,9 +82,10 @@ class ResumeExactly(Callback):
         self._fit = _Fit(trainer, self._run)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put back the run's signal handlers: Lightning's would communicate between ranks in the middle of a step."""
+        """Put back the run's signal handlers, as Lightning's would communicate in the middle of a step, and metrics."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._going().put_back_metrics()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save or leave, now that the previous epoch is complete."""
@@ -144,7 +145,7 @@ class _Fit:
         trainer.fit_loop.setup_data()
         self._batches = map_batches(_only_loader(trainer), run.world.world_size, int(trainer.num_training_batches))
         self._accumulate = trainer.accumulate_grad_batches
-        self._kept = run.keep(loops={}, callbacks={}, datamodule={})
+        self._kept = run.keep(loops={}, callbacks={}, datamodule={}, metrics={})
         self._loop = self._take_over()
         self._is_settled = True
 
@@ -176,6 +177,13 @@ class _Fit:
         values = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         if values:
             self._run.log(self._run.step + (not self._is_settled), values)
+
+    def put_back_metrics(self) -> None:
+        """Restore the last metrics, which a scheduler may be given at the end of an epoch, long after a validation.
+
+        Call it after the sanity check, which discards all metrics.
+        """
+        _metrics_of(self._trainer).update(copy.deepcopy(self._kept.metrics))
 
     def close(self) -> None:
         """Stop the workers."""
@@ -228,6 +236,13 @@ class _Fit:
             callback.state_key: state for callback in trainer.callbacks if (state := callback.state_dict())
         }
         self._kept.datamodule = {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict())
+        self._kept.metrics = {name: copy.deepcopy(value) for name, value in _metrics_of(trainer).items()}
+
+
+def _metrics_of(trainer: Any) -> dict[str, Any]:
+    """The metrics for schedulers and callbacks, without those of an epoch that is not over, as no rank waits here."""
+    found: dict[str, Any] = trainer._logger_connector._callback_metrics
+    return found
 
 
 class _Left:

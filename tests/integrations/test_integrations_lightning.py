@@ -49,6 +49,7 @@ def fit(
     *,
     seed: int = 1,
     several: bool = False,
+    plateau: bool = False,
     **settings: Any,
 ) -> tuple[str | None, int]:
     """The weights that an attempt ends with, None when it was stopped or refused, and the batches that it validates.
@@ -59,6 +60,8 @@ def fit(
         When training ends and is validated.
     several
         Whether there are two training DataLoaders.
+    plateau
+        Whether the last validation sets the learning rate after each epoch.
     """
     import lightning as L
     from lightning.pytorch import callbacks
@@ -79,7 +82,11 @@ def fit(
             self.log("val_loss", nn.functional.cross_entropy(self.backbone(batch[0]), batch[1]))
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            if not plateau:
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, threshold=10.0, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
     class Average(L.Callback):  # type: ignore[misc]
         """As people write it."""
@@ -160,6 +167,13 @@ def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
     assert "on_save_checkpoint() of Average only affects Lightning's own" in of_hook
     assert "(Linear)" in of_module
     assert "Make it a part of the LightningModule" in of_module
+
+
+def test_a_rate_that_a_validation_within_the_epoch_decides_is_exact(tmp_path: Path) -> None:
+    calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    how = "Keeping", {"max_epochs": 3, "val_check_interval": 3}
+    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, 6, *how, plateau=True)
+    assert (stopped[0], resumed[0]) == (None, ended[0])
 
 
 def with_other_data(place: Path) -> list[str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
 import weakref
@@ -293,11 +294,12 @@ class Counting:
 
     def __init__(self, model: nn.Module) -> None:
         self.ema, self.updates = copy.deepcopy(model), 0
+        self.decay = lambda updates: 0.9 * (1 - math.exp(-updates / 5))
 
     def update(self, model: nn.Module) -> None:
         self.updates += 1
         for average, weight in zip(self.ema.parameters(), model.parameters(), strict=True):
-            average.data.lerp_(weight.data, 1 - 0.9 * (1 - 0.5**self.updates))
+            average.data.lerp_(weight.data, 1 - self.decay(self.updates))
 
 
 def averages(place: Path, whole: bool) -> None:
