@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -191,33 +191,6 @@ class FrozenLayers:
                 )
 
 
-def refuse_attributes_of_bare_model(error: AttributeError) -> None:
-    """Raise a `TaskError` that explains what to do if `loss` uses the wrapped model like the bare one."""
-    if "'DistributedDataParallel' object has no attribute" in str(error):
-        raise TaskError(f"{error}: {_CALL_IT}") from error
-
-
-def refuse_bypass(model: nn.Module, loss: Callable[[], Any]) -> Any:
-    """Compute a loss; raise a `TaskError` if this did not call the forward of the wrapped model."""
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    handle = model.register_forward_pre_hook(count)
-    try:
-        value = loss()
-    except AttributeError as error:
-        refuse_attributes_of_bare_model(error)
-        raise
-    finally:
-        handle.remove()
-    if not calls:
-        raise TaskError(f"loss() did not call the model that it was given: {_CALL_IT}")
-    return value
-
-
 def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     """Compare tensors between the ranks, bit by bit; all ranks must call it.
 
@@ -349,7 +322,12 @@ SHAPED_BY_A_BATCH = (
     "final shape if model() runs a batch through the model"
 )
 
-_CALL_IT = (
+FIND_UNUSED = (
+    "let DDP look for them (a task: train.find_unused_parameters: true; a custom loop: DistributedDataParallel(..., "
+    'find_unused_parameters=True); Lightning: strategy="ddp_find_unused_parameters_true"), or set requires_grad=False '
+    "for them"
+)
+CALL_IT = (
     "on several ranks only model(...) sums the gradients, so loss() has to call it, not one of its methods, "
     "model.module or a model stored in self; move what a method such as encode() does into forward(), and select it by "
     'an argument: model(x, "encode")'

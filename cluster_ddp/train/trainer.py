@@ -25,8 +25,9 @@ from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation.evaluate import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
 from cluster_ddp.train.evaluation.metric_names import metric_names
 from cluster_ddp.train.evaluation.weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
+from cluster_ddp.train.first_step import FirstStep
 from cluster_ddp.train.metrics.log import Log
-from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
+from cluster_ddp.train.model import prepare_model, settle_layouts, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
 from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.overlap import Overlap
@@ -41,7 +42,7 @@ from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session
 from cluster_ddp.train.state.training import State
-from cluster_ddp.train.step import Gradients, scalar_loss
+from cluster_ddp.train.step import Gradients
 from cluster_ddp.train.task import Task, expect_type
 from cluster_ddp.train.unsuited_optimizers import refuse_other_passes
 from cluster_ddp.train.update import Update
@@ -139,6 +140,7 @@ class Trainer:
                 continue
 
             self.gradients.finish()
+            self.first_step.end()
             self.session.repeated.note_gradients(micro.step + 1, self.model.parameters())
             self.frozen_layers.check()
             self.overlap.end()
@@ -166,7 +168,7 @@ class Trainer:
         """Add the gradients of a micro-batch."""
         self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
         with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
-            with self.precision.autocast():
+            with self.precision.autocast(), self.first_step.computing():
                 loss = self.task.loss(self.wrapped, batch)
             self.gradients.backward(loss, micro, self.log.step_loss)
         if micro.last:
@@ -195,6 +197,7 @@ class Trainer:
         self.model = prepare_model(self._make_model(self.task), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
+        self.first_step = FirstStep(self.wrapped, self.session.warn)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
         self.precision = choose_precision(train, device)
 
@@ -285,7 +288,7 @@ class Trainer:
         self.session.beat.enter(Phase.READY)
         self.wrapped.train()
         if self.world.world_size > 1:
-            settle_buckets(self.wrapped, self.task, self._first_loss, self.session.warn)
+            settle_layouts(self.wrapped, self.task, self.world.world_size)
         self.session.saving.unsaved.made_from = self.stream.made_from(self.model)
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, make_fresh=self._make_fresh_state
@@ -307,13 +310,6 @@ class Trainer:
         self.session.record_start(training=setup)
         if self.evaluation_weights is not None:
             self.session.warn(self.evaluation_weights.remark())
-
-    def _first_loss(self) -> Any:
-        micro, batch = self.stream.first()
-        self.seeds.apply(micro.step, micro.number)
-        with self.precision.autocast():
-            loss = self.task.loss(self.wrapped, batch)
-        return scalar_loss(loss[0] if isinstance(loss, tuple) else loss)
 
     # Evaluation and saving, between steps.
 

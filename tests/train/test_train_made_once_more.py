@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job,
 
 from cluster_ddp.train import Trainer, broadcast_object, is_main_process, join_run
 from cluster_ddp.train.data.order import SampleStream
-from cluster_ddp.train.state import undoing
-from cluster_ddp.train.state.undoing import wholly_undone
 
 NETS: dict[str, nn.Module] = {}
 NET: nn.Module | None = None
@@ -259,40 +256,6 @@ def test_what_is_passed_in_and_waits_for_other_ranks_in_a_check_is_refused(tmp_p
     assert "load_state_dict() of what is passed in communicates between the ranks, but rank 0 calls" in failure(run)
 
 
-class Hooking:
-    """Registers hooks when it is first called."""
-
-    is_hooked = False
-
-    def __init__(self) -> None:
-        self.model = nn.Linear(2, 2)
-        self.optimizer = torch.optim.SGD(self.model.parameters())
-
-    def __call__(self) -> None:
-        if not self.is_hooked:
-            self.model.register_forward_hook(lambda *_: None)
-            self.model.weight.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
-            self.model.bias.register_post_accumulate_grad_hook(lambda _: None)
-            self.optimizer.register_step_post_hook(lambda *_: None)
-        self.is_hooked = True
-
-    def hooks(self) -> list[int]:
-        of_tensors = self.model.weight._backward_hooks, self.model.bias._post_accumulate_grad_hooks
-        held = [self.model._forward_hooks, *of_tensors, self.optimizer._optimizer_step_post_hooks]
-        return [len(hooks or {}) for hooks in held]
-
-
-def test_hooks_that_a_thrown_away_pass_registers_are_undone_with_their_flag() -> None:
-    hooking = Hooking()
-    for _ in range(2):
-        with wholly_undone(hooking):
-            hooking()
-            assert hooking.hooks() == [1, 1, 1, 1]
-        assert hooking.hooks() == [0, 0, 0, 0] and not hooking.is_hooked
-    hooking()
-    assert hooking.hooks() == [1, 1, 1, 1]
-
-
 class HooksWhatItHas(Plain):
     """Gives hooks to modules and weights that __init__ has made, and to all modules, each time model() is called."""
 
@@ -316,20 +279,3 @@ def test_hooks_that_model_gives_to_what_the_task_has_are_not_doubled_by_the_chec
         assert [len(hooks or {}) for hooks in (task.teacher._forward_hooks, of_weight, of_all)] == [1, 1, 1]
     finally:
         of_all.clear()
-
-
-class HoldsArrays(Plain):
-    """Counts in one array, and holds its data in another."""
-
-    def __init__(self) -> None:
-        self.count, self.data = np.zeros(1), np.zeros(1000)
-
-
-def test_what_a_pass_that_is_thrown_away_changes_is_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task may hold all of its data, for which there may be no memory once more."""
-    monkeypatch.setattr(undoing, "MAX_KEPT_BYTES", 1000)
-    task = HoldsArrays()
-    with wholly_undone(task):
-        task.count += 1
-        task.data += 1
-    assert task.count[0] == 0 and task.data[0] == 1

@@ -217,7 +217,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
                 return model(batch[0]).mean()
             """,
             {},
-            "ready",
+            "training",
             "lower the batch size",
         ),
         (
@@ -226,7 +226,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
                 return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
             """,
             {},
-            "ready",
+            "training",
             "a tensor of shape (4,); return a scalar",
         ),
         (
@@ -235,7 +235,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
                 return [(torch.zeros(4), 0) if index % 3 else {"x": torch.zeros(4)} for index in range(64)]
             """,
             {},
-            "ready",
+            "training",
             "do not make a batch",
         ),
         (
@@ -247,7 +247,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
                 return model
             """,
             {},
-            "ready",
+            "training",
             "train.find_unused_parameters: true",
         ),
         (

@@ -56,7 +56,7 @@ def synchronised() -> tuple[list[bool], int, int]:
 
 
 def test_gradients_are_summed_once_a_step_in_buckets_of_the_size_asked_for() -> None:
-    """Only the last of a step's four micro-batches sums; the passes that settle the buckets leave no trace."""
+    """Only the last of a step's four micro-batches sums; what settles the buckets leaves no trace."""
     for summed, bytes_cap, buckets in run_ranks(synchronised, 2):
         assert summed == [False, False, False, True] * 3
         assert bytes_cap == int(0.02 * 2**20) and buckets > 1

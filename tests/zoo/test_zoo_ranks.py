@@ -168,5 +168,5 @@ def judge_tasks(folder: Path) -> list[tuple[str, list[str]]]:
 
 
 def test_another_network_in_ddp_and_what_forward_keeps_until_the_update_are_exact(tmp_path: Path) -> None:
-    """On three ranks the layout of DDP's buckets, which throw-away passes settle, determines the bits of the sums."""
+    """On three ranks the layout of DDP's buckets, settled before the first step, determines the bits of the sums."""
     assert run_ranks(judge_tasks, 3, tmp_path)[0] == [("exact", []), ("exact", [])]

@@ -75,13 +75,6 @@ class IterableStream:
     def consumed(self, step: int) -> int:
         return step * self._plan.global_batch
 
-    def first(self) -> tuple[MicroBatch, Any]:
-        reading = self._read(0, 1, (0, 0))
-        next(reading)
-        first, _, batch = next(reading)
-        self.close()
-        return first, to_device(batch, self._device)
-
     def made_from(self, model: nn.Module) -> MadeFrom:
         if self._workers:
             return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES, model=model)

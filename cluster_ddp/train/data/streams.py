@@ -57,9 +57,6 @@ class Stream(Order, Protocol):
     def waited(self) -> float:
         """Seconds that this rank has waited for batches."""
 
-    def first(self) -> tuple[MicroBatch, Any]:
-        """The first micro-batch of the whole training."""
-
     def made_from(self, model: nn.Module) -> MadeFrom:
         """What samples are made from now, as far as training, which is that of this model, must not change it."""
 
@@ -149,14 +146,6 @@ class MapStream:
 
     def consumed(self, step: int) -> int:
         return self.order.consumed(step)
-
-    def first(self) -> tuple[MicroBatch, Any]:
-        first = next(rank_micro_batches(self.order, self._plan, self._rank, 0, 1))
-        # In a worker, if there are any: what a library starts in this process would break workers forked later.
-        loader = self._load(iter([first]), workers=min(1, self._workers))
-        found = next(iter(loader))
-        loader.close()
-        return found
 
     def made_from(self, model: nn.Module) -> MadeFrom:
         if self._workers:

@@ -27,6 +27,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.objects.whose_code import is_library_file, is_our_file
 from cluster_ddp.train.ranks.distributed import World, store_of_ranks
 from cluster_ddp.train.ranks.process import RankProcess
+from cluster_ddp.train.refusals import FIND_UNUSED
 from cluster_ddp.train.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
@@ -201,11 +202,7 @@ def _advice(error: BaseException, text: str) -> str | None:
             "train.global_batch the accumulation adapts), or set train.grad_checkpointing or a lower train.precision"
         )
     if any(sign in text for sign in _UNUSED):
-        return (
-            "some parameters take no part in the loss: let DDP look for them (a task: train.find_unused_parameters: "
-            "true; a custom loop: DistributedDataParallel(..., find_unused_parameters=True); Lightning: "
-            'strategy="ddp_find_unused_parameters_true"), or set requires_grad=False for them'
-        )
+        return f"some parameters take no part in the loss: {FIND_UNUSED}"
     if "Expected more than 1 value per channel when training" in text:
         return (
             "a BatchNorm got a single sample: leave out the last batch (a task: train.drop_last: true; a "

@@ -8,35 +8,26 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import operator
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType, FunctionType, MemberDescriptorType, ModuleType
+from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cluster_ddp.train.objects.comparing import equal_bits
-from cluster_ddp.train.objects.held import are_hooks, enclosing_methods, global_hooks, hooks_of_tensor
+from cluster_ddp.train.objects.held import are_hooks, global_hooks, hooks_of_tensor
 from cluster_ddp.train.objects.inner_parts import CONTAINERS, HOLDERS, can_be_seen, elements, length
 from cluster_ddp.train.objects.surroundings import modules_around
-from cluster_ddp.train.objects.whose_code import is_library, is_of_user
+from cluster_ddp.train.objects.whose_code import is_of_user
 from cluster_ddp.train.randomness import parts_of
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
-_LARGE = 1 << 26  # bytes of a tensor or array up to which its contents are kept
-MAX_KEPT_BYTES = 1 << 28  # bytes of all whose contents are kept, the smallest first
 _DEPTH = 3  # how deep in a new value a model is looked for
 _LISTS = (list, set, collections.deque)
-_CELL = vars(CellType)["cell_contents"]
-_NOTHING = object()
 
 _Kept = tuple[Any, Any, bool]
 """A place, what it held, and whether it is the user's."""
@@ -62,49 +53,6 @@ def undone(task: object) -> Iterator[None]:
             _put_hooks_back(hooks)
 
 
-@contextlib.contextmanager
-def wholly_undone(*holders: object) -> Iterator[None]:
-    """The same for all modules, optimizers and what these hold, for slots, closures, tensors and arrays.
-
-    For a pass that is thrown away: a flag such as "is initialised" has to be undone with what it stands for. Parameters
-    keep their values, which the caller has to restore, and DDP what it keeps for itself.
-    """
-    parts, kept = _kept(holders, _is_undone)
-    hooks = _hooks_of_tensors(parts)
-    own = [part for part in parts if _is_undone(part)]
-    functions = [getattr(part, "__func__", part) for part in parts]
-    functions += [method for part in own for method in enclosing_methods(part).values()]
-    functions = [each for each in functions if isinstance(each, FunctionType) and not is_library(each.__module__)]
-    places = [(_CELL, cell) for each in functions for cell in each.__closure__ or ()]
-    places += [(member, part) for part in own for member in _slots_of(type(part))]
-    slots = [(place, _content(*place)) for place in places]
-    numbers = [(part, part.copy() if isinstance(part, np.ndarray) else part.clone()) for part in _numbers_in(parts)]
-    try:
-        yield
-    finally:
-        _put_all_back(kept)
-        if _has_threads():  # flags have not been undone
-            slots, numbers, hooks = [], [], []
-        _put_hooks_back(hooks)
-        for (member, part), before in slots:
-            if _content(member, part) is not before:
-                member.__delete__(part) if before is _NOTHING else member.__set__(part, before)
-        for held, was in numbers:
-            if held.shape != was.shape:
-                continue
-            if isinstance(held, np.ndarray):
-                if held.tobytes() != was.tobytes():  # it may be a file
-                    np.copyto(held, was)
-            elif not equal_bits(held, was):
-                held.data.copy_(was)
-
-
-def _is_undone(part: object) -> bool:
-    if isinstance(part, nn.Module):
-        return not isinstance(part, DistributedDataParallel)
-    return isinstance(part, Optimizer) or are_hooks(part) or not is_library(type(part).__module__)
-
-
 def _hooks_of_tensors(parts: Iterable[object]) -> list[_Hooks]:
     weights = [part for part in parts if isinstance(part, Tensor)]
     return [(weight, {name: dict(held) for name, held in hooks_of_tensor(weight).items()}) for weight in weights]
@@ -114,33 +62,6 @@ def _put_hooks_back(hooks: list[_Hooks]) -> None:
     for weight, were in hooks:
         for name, held in hooks_of_tensor(weight).items():
             _put_back(held, were.get(name, {}), has_all=True)
-
-
-def _numbers_in(parts: Iterable[object]) -> Iterator[Any]:
-    """The tensors and arrays whose contents are kept; a task may hold a whole data set, too."""
-    found: list[Any] = sorted(filter(_has_numbers, parts), key=operator.attrgetter("nbytes"))
-    held = itertools.accumulate(part.nbytes for part in found)
-    return (part for part, so_far in zip(found, held, strict=True) if so_far <= MAX_KEPT_BYTES)
-
-
-def _has_numbers(part: object) -> bool:
-    if isinstance(part, np.ndarray):
-        return part.flags.writeable and not part.dtype.hasobject and part.nbytes <= _LARGE
-    is_plain = type(part) is Tensor and part.is_leaf and not (part.requires_grad or part.is_inference())
-    return is_plain and isinstance(part, Tensor) and part.layout is torch.strided and part.nbytes <= _LARGE
-
-
-def _slots_of(kind: type) -> Iterator[Any]:
-    for base in kind.__mro__:
-        parts = list(vars(base).values()) if "__slots__" in vars(base) else []
-        yield from (part for part in parts if isinstance(part, MemberDescriptorType))
-
-
-def _content(member: Any, part: Any) -> Any:
-    """What is in a slot or a cell; `_NOTHING` if it is not filled."""
-    with contextlib.suppress(AttributeError, ValueError):
-        return member.__get__(part)
-    return _NOTHING
 
 
 def _kept(holders: Iterable[object], is_own_object: Callable[[object], bool]) -> tuple[list[Any], list[_Kept]]:

@@ -1,0 +1,89 @@
+"""What is checked in the first step of an attempt on several ranks, before its gradients are used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.model import is_settled
+from cluster_ddp.train.objects.comm_hooks import watch_comm_hooks
+from cluster_ddp.train.ranks.distributed import all_gather_object
+from cluster_ddp.train.refusals import CALL_IT, FIND_UNUSED, refuse_differences
+from cluster_ddp.words import listed
+
+_NOTHING = contextlib.nullcontext()
+
+
+class FirstStep:
+    """Checks that the gradients of the first step are summed over the ranks.
+
+    Parameters
+    ----------
+    wrapped
+        The model that loss() is given.
+    warn
+        Prints a warning on rank 0.
+    """
+
+    def __init__(self, wrapped: nn.Module, warn: Callable[[str], None]) -> None:
+        self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None  # None as well once it is over
+        self._calls = 0
+        self._comm_hooks = watch_comm_hooks([self._ddp] if self._ddp is not None else [], warn)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Surround a call of loss(); raises a `TaskError` if that takes the model for the bare one."""
+        return _NOTHING if self._ddp is None else self._counting(self._ddp)
+
+    @contextlib.contextmanager
+    def _counting(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        handle = ddp.register_forward_pre_hook(self._count)
+        try:
+            yield
+        except AttributeError as error:
+            if "'DistributedDataParallel' object has no attribute" in str(error):
+                raise TaskError(f"{error}: {CALL_IT}") from error
+            raise
+        finally:
+            handle.remove()
+
+    def _count(self, *_: object) -> None:
+        self._calls += 1
+
+    def end(self) -> None:
+        """Call in each step when its gradients are complete; all ranks call it together.
+
+        Raises
+        ------
+        TaskError
+            loss() did not call the model that it was given, so nothing has summed the gradients; they differ between
+            the ranks; or parameters have none, for which DDP would wait.
+        """
+        next(self._comm_hooks, None)  # in the second step, it compares
+        if self._ddp is None:
+            return
+        if not self._calls:
+            raise TaskError(f"loss() did not call the model that it was given: {CALL_IT}")
+        if is_settled(self._ddp, dist.get_world_size()):
+            _refuse_unused(self._ddp.module)
+        gradients = {
+            name: weight.new_empty(0) if weight.grad is None else weight.grad
+            for name, weight in self._ddp.named_parameters()
+        }
+        self._ddp = None
+        refuse_differences("the gradients of the first batch", gradients)
+
+
+def _refuse_unused(model: nn.Module) -> None:
+    unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    by_rank = [(rank, names) for rank, names in enumerate(all_gather_object(unused)) if names]
+    if by_rank:
+        rank, names = by_rank[0]
+        raise TaskError(
+            f"parameters that take no part in the loss, on rank {rank}: {listed(names)}\n"
+            f"    DDP would wait for their gradients: {FIND_UNUSED}"
+        )
