@@ -45,6 +45,13 @@ def test_activation_checkpointing_forgets() -> None:
     assert kept[1] < 0.5 * kept[0]
 
 
+def test_blocks_in_lists_of_lists_are_found_once() -> None:
+    """A layer that is used twice is a single block; where a layer lacks a part, there is None."""
+    shared = nn.Linear(2, 2)
+    first = nn.ModuleList([nn.Linear(2, 2), shared, None])  # type: ignore[list-item]
+    assert checkpoint_blocks(nn.ModuleList([first, nn.ModuleDict({"a": nn.Linear(2, 2)}), shared])) == 3
+
+
 def test_activation_checkpointing_needs_blocks() -> None:
     with pytest.raises(TaskError, match=r"nn\.ModuleList"):
         prepare_model(nn.Linear(2, 2), job(train={"grad_checkpointing": True}).train, CPU)
