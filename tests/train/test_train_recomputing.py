@@ -49,7 +49,8 @@ def test_blocks_in_lists_of_lists_are_found_once() -> None:
     """A layer that is used twice is a single block; where a layer lacks a part, there is None."""
     shared = nn.Linear(2, 2)
     first = nn.ModuleList([nn.Linear(2, 2), shared, None])  # type: ignore[list-item]
-    assert checkpoint_blocks(nn.ModuleList([first, nn.ModuleDict({"a": nn.Linear(2, 2)}), shared])) == 3
+    second = nn.ModuleDict({"attention": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
+    assert checkpoint_blocks(nn.ModuleList([first, second, shared, None])) == 4  # type: ignore[list-item]
 
 
 def test_activation_checkpointing_needs_blocks() -> None:
