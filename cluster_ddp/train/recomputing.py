@@ -32,14 +32,14 @@ _Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
 def checkpoint_blocks(model: nn.Module) -> int:
     """Make the blocks of a model discard their activations and recompute them in the backward pass.
 
-    The blocks are the members of the outermost ModuleLists and Sequentials.
+    The blocks are the members of the outermost ModuleLists and Sequentials, or of ModuleLists in these.
 
     Raises
     ------
     TaskError
         The model has no such blocks.
     """
-    blocks = list(_blocks(model))
+    blocks = list(dict.fromkeys(_blocks(model)))  # a layer may be in several lists
     if not blocks:
         raise TaskError(
             "train.grad_checkpointing: the model has no nn.ModuleList or nn.Sequential whose members could be "
@@ -52,10 +52,19 @@ def checkpoint_blocks(model: nn.Module) -> int:
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        yield from (child for child in module if any(True for _ in child.parameters()))
+        yield from _members(module)
         return
     for child in module.children():
         yield from _blocks(child)
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    """The members with parameters; in place of lists and dicts of modules, which nobody calls, theirs."""
+    for child in container.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _members(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def _recomputed(block: nn.Module, held: _Held, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,14 @@ def test_activation_checkpointing_forgets() -> None:
     assert kept[1] < 0.5 * kept[0]
 
 
+def test_blocks_in_lists_of_lists_are_found_once() -> None:
+    """A layer that is used twice is a single block; where a layer lacks a part, there is None."""
+    shared = nn.Linear(2, 2)
+    first = nn.ModuleList([nn.Linear(2, 2), shared, None])  # type: ignore[list-item]
+    second = nn.ModuleDict({"attention": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
+    assert checkpoint_blocks(nn.ModuleList([first, second, shared, None])) == 4  # type: ignore[list-item]
+
+
 def test_activation_checkpointing_needs_blocks() -> None:
     with pytest.raises(TaskError, match=r"nn\.ModuleList"):
         prepare_model(nn.Linear(2, 2), job(train={"grad_checkpointing": True}).train, CPU)
