@@ -89,6 +89,7 @@ class ResumeExactly(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save or leave, now that the previous epoch is complete."""
+        self._going().restore()
         self._going().settle()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -148,9 +149,12 @@ class _Fit:
         self._kept = run.keep(loops={}, callbacks={}, datamodule={}, metrics={})
         self._loop = self._take_over()
         self._is_settled = True
+        # Hooks that run before the first batch may change what was restored, and Lightning sets gradients to None.
+        self._put_back = run.as_now() if run.step else None
 
     def begin(self, number: int) -> None:
         """Call before the computation on a batch, with its number within the epoch."""
+        self.restore()
         self.settle()
         # Otherwise fit_loop skips the schedulers at the end of a resumed epoch. Its own setter sets True if there is
         # max_steps, and then each validation but the first would have one batch.
@@ -177,6 +181,12 @@ class _Fit:
         values = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         if values:
             self._run.log(self._run.step + (not self._is_settled), values)
+
+    def restore(self) -> None:
+        """Call where a resume goes on: undoes what hooks have changed since the state was restored."""
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     def put_back_metrics(self) -> None:
         """Restore the last metrics, which a scheduler may be given at the end of an epoch, long after a validation.

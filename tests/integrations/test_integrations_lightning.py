@@ -111,15 +111,24 @@ def fit(
 
         on_save_checkpoint = L.Callback.on_save_checkpoint
 
+    class Unfreezing(L.Callback):  # type: ignore[misc]
+        """Freezes the weight until the second epoch."""
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            module.backbone.weight.requires_grad_(False)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                module.backbone.weight.requires_grad_()
+
     validated: list[int] = []
     begin_attempt(place, attempt)
     L.seed_everything(seed, verbose=False)
     model = Classifier()
     data = TensorDataset(torch.rand(16, 4), torch.arange(16) % 3)
     train = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
-    made = {"Average": Average, "Keeping": Keeping, "ResumeExactly": ResumeExactly}.get(kind) or getattr(
-        callbacks, kind
-    )
+    own = {"Average": Average, "Keeping": Keeping, "Unfreezing": Unfreezing, "ResumeExactly": ResumeExactly}
+    made = own.get(kind) or getattr(callbacks, kind)
     trainer = L.Trainer(
         **(ends or {"max_epochs": 3}), accelerator="cpu", devices=1, num_sanity_val_steps=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -167,6 +176,12 @@ def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
     assert "on_save_checkpoint() of Average only affects Lightning's own" in of_hook
     assert "(Linear)" in of_module
     assert "Make it a part of the LightningModule" in of_module
+
+
+def test_weights_that_a_callback_unfreezes_later_are_exact(tmp_path: Path) -> None:
+    calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, 5, "Unfreezing")
+    assert (stopped[0], resumed[0]) == (None, ended[0])
 
 
 def test_a_rate_that_a_validation_within_the_epoch_decides_is_exact(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import begin_attempt, digest, interrupt, new_run
+from own_loops import LOADERS, begin_attempt, digest, interrupt, model_of, new_run
 from torch import nn
 from train_ranks import run_ranks
 
@@ -59,6 +59,35 @@ class Heads(nn.Module):
     def forward(self, step: int) -> Any:
         inputs = torch.ones(2, 3) if step % 3 else self.words(torch.tensor([step % 4]))
         return self.heads[step % 3](inputs).sum()
+
+
+def unfreeze_later(place: Path, attempt: int, at: int | None) -> str | None:
+    """A digest of a model, of which the loop freezes a layer before it begins, and unfreezes it in the second epoch."""
+    begin_attempt(place, attempt)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(5)
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=optimizer, epochs=3)
+        model[0].requires_grad_(False)  # type: ignore[index]
+        for epoch in loader.epochs():
+            if epoch == 1:
+                model[0].requires_grad_()  # type: ignore[index]
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                if run.step == at:
+                    interrupt("crash")
+        return digest(model)
+    return None
+
+
+def test_a_layer_that_was_unfrozen_in_an_earlier_epoch_is_trained_after_a_resume(tmp_path: Path) -> None:
+    calm, stopped = new_run(tmp_path / "calm"), new_run(tmp_path / "stopped")
+    wanted = run_ranks(unfreeze_later, 1, calm.path, 0, None)
+    assert run_ranks(unfreeze_later, 1, stopped.path, 0, 17) == [None]
+    assert run_ranks(unfreeze_later, 1, stopped.path, 1, None) == wanted != [None]
 
 
 def train_heads(place: Path, attempt: int, at: int | None, *, to_none: bool) -> str | None:

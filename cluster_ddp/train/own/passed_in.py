@@ -21,6 +21,7 @@ from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrappers import bare_of, ddp_of
 from cluster_ddp.train.own.wrapping import refuse_sharded, refuse_unobservable, refuse_unwrapped
+from cluster_ddp.train.own.zero_gradients import ZeroGradients
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -176,6 +177,7 @@ class PassedIn:
     def as_now(self) -> Callable[[], None]:
         """Take a snapshot; returns a function that restores weights, optimizers, and the state of other objects.
 
+        It also restores which weights are trained, and which have a gradient.
         The weights are copied to host memory until then. The optimizers' state is not copied: it is restored if it was
         discarded, and a change made in place is refused.
         """
@@ -187,11 +189,18 @@ class PassedIn:
         states = [copy.deepcopy(thing.state_dict()) for thing in others]
         weights = [weight for _, module in self.modules for weight in (*module.parameters(), *module.buffers())]
         values = [weight.detach().to("cpu", copy=True) for weight in weights]
+        parameters = [weight for weight in weights if isinstance(weight, nn.Parameter)]
+        are_trained = [weight.requires_grad for weight in parameters]
+        gradients = ZeroGradients(parameters)
+        have_gradients = gradients.found()
 
         def put_back() -> None:
             for weight, value in zip(weights, values, strict=True):
                 if not equal_bits(value, weight):
                     weight.data.copy_(value)
+            for weight, is_trained in zip(parameters, are_trained, strict=True):
+                weight.requires_grad_(is_trained)
+            gradients.restore(have_gradients)
             for thing, state in zip(others, states, strict=True):
                 thing.load_state_dict(state)
             for put_back_state in put_back_states:

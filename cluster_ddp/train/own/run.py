@@ -295,6 +295,10 @@ class ScriptRun:
             refuse_single_process(things, self.world.world_size)
             return self._take_over(things, order)
 
+    def as_now(self) -> Callable[[], None]:
+        """Take a snapshot of what `take_over` was given; returns a function that restores it, as in `resumable`."""
+        return self._passed_in.as_now()
+
     def watch(self, loop: Loop, loader: Any = None, found: Batches | None = None, remedy: str = HAND_OVER) -> None:
         """Watch for state of the program that no checkpoint contains, and report or refuse it.
 

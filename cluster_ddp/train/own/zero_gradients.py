@@ -31,7 +31,11 @@ class ZeroGradients:
 
     def gather(self) -> None:
         """Look at the weights; all ranks call it before a save."""
-        self.have = broadcast_object("".join(map(_kind_of, self._weights)))
+        self.have = broadcast_object(self.found())
+
+    def found(self) -> str:
+        """Which have a gradient now, as in `have`."""
+        return "".join(map(_kind_of, self._weights))
 
     def restore(self, have: str) -> None:
         """Give the weights that had a gradient one of zeros."""
