@@ -178,7 +178,7 @@ def _refuse_unless_over(run: RunDirectory, status: RunStatus) -> None:
             "possible now.\n"
             f"Check on it: cluster-ddp status {name_for_commands(run)}"
         )
-    history = read_history(run)
+    history = read_history(run)  # as it was when the status was found, or later
     if status.state.alive or in_queue or _lives_here(history):
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
         by = _asked_to_stop(history)
