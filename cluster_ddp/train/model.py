@@ -86,11 +86,13 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
     if world.world_size == 1:
         return model
     _refuse_unsent(model, _UNSENT if device.type == "cuda" else _UNSENT | _UNSENT_ON_CPU)
+    # Both find what is unused; a static graph does so in the first pass, whose layout is not that of the others.
+    is_static = train.static_graph and not (train.find_unused_parameters and world.world_size > 2)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=train.find_unused_parameters,
-        static_graph=train.static_graph,
+        static_graph=is_static,
         gradient_as_bucket_view=train.gradient_as_bucket_view,
         bucket_cap_mb=train.bucket_mb,
     )
@@ -168,10 +170,10 @@ def settle_layout(model: object, world_size: int) -> None:
 def is_settled(model: DistributedDataParallel, world_size: int) -> bool:
     """Whether `settle_layout` settles the layout of a model.
 
-    With ``find_unused_parameters``, DDP keeps its first layout. With ``static_graph``, it notes in its first backward
-    pass which parameters are used: that has to be the first real one, except where the layout matters.
+    With ``find_unused_parameters`` alone, DDP keeps its first layout. With ``static_graph``, it notes in its first
+    backward pass which parameters are used: that has to be the first real one, except where the layout matters.
     """
-    return not model.find_unused_parameters and (world_size > 2 or not model.static_graph)
+    return world_size > 2 if model.static_graph else not model.find_unused_parameters
 
 
 def _send_zeros(model: DistributedDataParallel, parameters: list[Tensor]) -> None:

@@ -266,7 +266,14 @@ def test_layers_that_another_ddp_takes_in_once_they_are_unfrozen_are_trained(tmp
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=["", "views", "static graph"]
+    "more",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"static_graph": True, "find_unused_parameters": True},
+    ],
+    ids=["", "views", "static graph", "static graph with unused parameters"],
 )
 def test_the_settled_layout_is_the_one_that_ddp_keeps(more: dict[str, Any]) -> None:
     """The layout matters with three ranks: where this fails, DDP's reducer has changed beneath `settle_layout`."""
