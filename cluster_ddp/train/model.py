@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.objects.held import hooks_of_tensor
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World
@@ -145,8 +146,20 @@ def settle_layout(model: object, world_size: int) -> None:
         The wrapped model, before its first forward pass. Anything else is left alone.
     world_size
         Ranks in the group.
+
+    Raises
+    ------
+    TaskError
+        The layout depends on which parameters the first real backward pass of an attempt uses.
     """
-    if not isinstance(model, DistributedDataParallel) or not is_settled(model, world_size):
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if model.static_graph and model.find_unused_parameters and world_size > 2:
+        raise TaskError(
+            "static_graph and find_unused_parameters, both for one model: on three ranks or more, DDP would add "
+            "gradients in another order after a resume; omit static_graph"
+        )
+    if not is_settled(model, world_size):
         return
     weights = [weight for weight in model.module.parameters() if weight.is_floating_point() or weight.is_complex()]
     frozen = [] if any(weight.requires_grad for weight in weights) else weights  # only since it was put into DDP
@@ -156,13 +169,27 @@ def settle_layout(model: object, world_size: int) -> None:
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_hooks(parameters):
         warnings.simplefilter("ignore")  # these gradients may have other strides than real ones
         _send_zeros(model, parameters)
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
     for weight in frozen:
         weight.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: list[Tensor]) -> Iterator[None]:
+    """Take away the hooks that the program gave to parameters: they may count or average the gradients they see."""
+    given = [hooks for parameter in parameters for hooks in hooks_of_tensor(parameter).values()]
+    were = [dict(hooks) for hooks in given]
+    for hooks in given:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, held in zip(given, were, strict=True):
+            hooks.update(held)
 
 
 def is_settled(model: DistributedDataParallel, world_size: int) -> bool:
