@@ -126,13 +126,14 @@ def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextMana
     return model.no_sync()
 
 
-def settle_layouts(model: nn.Module, task: object, world_size: int) -> None:
+def settle_layouts(model: nn.Module, task: object, world_size: int, *, accumulates: bool) -> None:
     """Settle the layouts of the buckets of a model in DDP, and of other networks that the task has put into DDP."""
-    for held in (model, *parts_of(task, *variables_around([task]).values())):
+    settle_layout(model, world_size, accumulates=accumulates)
+    for held in parts_of(task, *variables_around([task]).values()):
         settle_layout(held, world_size)
 
 
-def settle_layout(model: object, world_size: int) -> None:
+def settle_layout(model: object, world_size: int, *, accumulates: bool = False) -> None:
     """Have DDP lay out its buckets before the first step as it will in all later ones.
 
     DDP rebuilds its buckets after the first backward pass (with ``static_graph`` after the second), in the order in
@@ -146,6 +147,8 @@ def settle_layout(model: object, world_size: int) -> None:
         The wrapped model, before its first forward pass. Anything else is left alone.
     world_size
         Ranks in the group.
+    accumulates
+        Whether the first backward passes do not send their gradients.
 
     Raises
     ------
@@ -154,12 +157,12 @@ def settle_layout(model: object, world_size: int) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    if model.static_graph and model.find_unused_parameters and world_size > 2:
+    if model.static_graph and model.find_unused_parameters and (world_size > 2 or accumulates):
         raise TaskError(
-            "static_graph and find_unused_parameters, both for one model: on three ranks or more, DDP would add "
-            "gradients in another order after a resume; omit static_graph"
+            "static_graph and find_unused_parameters, both for one model: on three ranks or more, or with several "
+            "backward passes in a step, DDP has to know beforehand which parameters are used; omit static_graph"
         )
-    if not is_settled(model, world_size):
+    if not is_settled(model, world_size, accumulates=accumulates):
         return
     weights = [weight for weight in model.module.parameters() if weight.is_floating_point() or weight.is_complex()]
     frozen = [] if any(weight.requires_grad for weight in weights) else weights  # only since it was put into DDP
@@ -192,13 +195,14 @@ def _without_hooks(parameters: list[Tensor]) -> Iterator[None]:
             hooks.update(held)
 
 
-def is_settled(model: DistributedDataParallel, world_size: int) -> bool:
+def is_settled(model: DistributedDataParallel, world_size: int, *, accumulates: bool) -> bool:
     """Whether `settle_layout` settles the layout of a model.
 
     With ``find_unused_parameters``, DDP keeps its first layout. With ``static_graph``, it notes in its first backward
-    pass which parameters are used: that has to be the first real one, except where the layout matters.
+    pass which parameters are used: that has to be the first real one, except where the layout matters, or where that
+    pass does not send its gradients, in which DDP fails.
     """
-    return not model.find_unused_parameters and (world_size > 2 or not model.static_graph)
+    return not model.find_unused_parameters and (world_size > 2 or accumulates or not model.static_graph)
 
 
 def _send_zeros(model: DistributedDataParallel, parameters: list[Tensor]) -> None:
