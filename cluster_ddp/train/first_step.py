@@ -28,9 +28,12 @@ class FirstStep:
         The model that loss() is given.
     warn
         Prints a warning on rank 0.
+    accumulates
+        Whether a step has several micro-batches.
     """
 
-    def __init__(self, wrapped: nn.Module, warn: Callable[[str], None]) -> None:
+    def __init__(self, wrapped: nn.Module, warn: Callable[[str], None], *, accumulates: bool) -> None:
+        self._accumulates = accumulates
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None  # None as well once it is over
         self._calls = 0
         self._comm_hooks = watch_comm_hooks([self._ddp] if self._ddp is not None else [], warn)
@@ -68,7 +71,7 @@ class FirstStep:
             return
         if not self._calls:
             raise TaskError(f"loss() did not call the model that it was given: {CALL_IT}")
-        if is_settled(self._ddp, dist.get_world_size()):
+        if is_settled(self._ddp, dist.get_world_size(), accumulates=self._accumulates):
             _refuse_unused(self._ddp.module)
         gradients = {
             name: weight.new_empty(0) if weight.grad is None else weight.grad

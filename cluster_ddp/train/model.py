@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.objects.held import hooks_of_tensor
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World
@@ -87,7 +88,7 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
         return model
     _refuse_unsent(model, _UNSENT if device.type == "cuda" else _UNSENT | _UNSENT_ON_CPU)
     # Both find what is unused; a static graph does so in the first pass, whose layout is not that of the others.
-    is_static = train.static_graph and not (train.find_unused_parameters and world.world_size > 2)
+    is_static = train.static_graph and not train.find_unused_parameters
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -127,13 +128,14 @@ def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextMana
     return model.no_sync()
 
 
-def settle_layouts(model: nn.Module, task: object, world_size: int) -> None:
+def settle_layouts(model: nn.Module, task: object, world_size: int, *, accumulates: bool) -> None:
     """Settle the layouts of the buckets of a model in DDP, and of other networks that the task has put into DDP."""
-    for held in (model, *parts_of(task, *variables_around([task]).values())):
+    settle_layout(model, world_size, accumulates=accumulates)
+    for held in parts_of(task, *variables_around([task]).values()):
         settle_layout(held, world_size)
 
 
-def settle_layout(model: object, world_size: int) -> None:
+def settle_layout(model: object, world_size: int, *, accumulates: bool = False) -> None:
     """Have DDP lay out its buckets before the first step as it will in all later ones.
 
     DDP rebuilds its buckets after the first backward pass (with ``static_graph`` after the second), in the order in
@@ -147,8 +149,22 @@ def settle_layout(model: object, world_size: int) -> None:
         The wrapped model, before its first forward pass. Anything else is left alone.
     world_size
         Ranks in the group.
+    accumulates
+        Whether the first backward passes do not send their gradients.
+
+    Raises
+    ------
+    TaskError
+        The layout depends on which parameters the first real backward pass of an attempt uses.
     """
-    if not isinstance(model, DistributedDataParallel) or not is_settled(model, world_size):
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if model.static_graph and model.find_unused_parameters and (world_size > 2 or accumulates):
+        raise TaskError(
+            "static_graph and find_unused_parameters, both for one model: on three ranks or more, or with several "
+            "backward passes in a step, DDP has to know beforehand which parameters are used; omit static_graph"
+        )
+    if not is_settled(model, world_size, accumulates=accumulates):
         return
     weights = [weight for weight in model.module.parameters() if weight.is_floating_point() or weight.is_complex()]
     frozen = [] if any(weight.requires_grad for weight in weights) else weights  # only since it was put into DDP
@@ -158,7 +174,7 @@ def settle_layout(model: object, world_size: int) -> None:
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_hooks(parameters):
         warnings.simplefilter("ignore")  # these gradients may have other strides than real ones
         _send_zeros(model, parameters)
     for parameter, gradient in zip(parameters, before, strict=True):
@@ -167,13 +183,28 @@ def settle_layout(model: object, world_size: int) -> None:
         weight.requires_grad_(False)
 
 
-def is_settled(model: DistributedDataParallel, world_size: int) -> bool:
+@contextlib.contextmanager
+def _without_hooks(parameters: list[Tensor]) -> Iterator[None]:
+    """Take away the hooks that the program gave to parameters: they may count or average the gradients they see."""
+    given = [hooks for parameter in parameters for hooks in hooks_of_tensor(parameter).values()]
+    were = [dict(hooks) for hooks in given]
+    for hooks in given:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, held in zip(given, were, strict=True):
+            hooks.update(held)
+
+
+def is_settled(model: DistributedDataParallel, world_size: int, *, accumulates: bool) -> bool:
     """Whether `settle_layout` settles the layout of a model.
 
-    With ``find_unused_parameters`` alone, DDP keeps its first layout. With ``static_graph``, it notes in its first
-    backward pass which parameters are used: that has to be the first real one, except where the layout matters.
+    With ``find_unused_parameters``, DDP keeps its first layout. With ``static_graph``, it notes in its first backward
+    pass which parameters are used: that has to be the first real one, except where the layout matters, or where that
+    pass does not send its gradients, in which DDP fails.
     """
-    return world_size > 2 if model.static_graph else not model.find_unused_parameters
+    return not model.find_unused_parameters and (world_size > 2 or accumulates or not model.static_graph)
 
 
 def _send_zeros(model: DistributedDataParallel, parameters: list[Tensor]) -> None:

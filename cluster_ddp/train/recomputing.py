@@ -25,8 +25,10 @@ from cluster_ddp.train.randomness import GENERATORS, parts_of
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as the dicts of parameters and buffers
 _CHANGEABLE = (Tensor, np.ndarray, list, dict, set, collections.deque)
+_MANY = 1_000  # longer lists and dicts are copied without what is in them
+_SMALL = 1 << 20  # bytes of a frozen weight up to which a block may change it
 _Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
-"""The attributes or buffers of modules, and what they hold at a moment."""
+"""The attributes, buffers or weights of modules, and what they hold at a moment."""
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
@@ -84,9 +86,8 @@ class _Held:
     """What a block holds besides its weights, and what it may draw random numbers from."""
 
     def __init__(self, block: nn.Module) -> None:
-        modules = list(block.modules())
-        self._with_buffers = [module for module in modules if module._buffers]
-        self._own = [module for module in modules if not is_library(type(module).__module__)]
+        self._modules = list(block.modules())
+        self._own = [module for module in self._modules if not is_library(type(module).__module__)]
         generators = [part for part in parts_of(block) if isinstance(part, GENERATORS)]
         self._generators = [part for part in generators if not isinstance(part, random.SystemRandom)]
 
@@ -95,8 +96,9 @@ class _Held:
         return _Nothing(), _AsBefore(self, _copied(self.attributes()), self.states())
 
     def attributes(self) -> _Attributes:
-        """What attributes and buffers hold now."""
-        places = [module._buffers for module in self._with_buffers] + [vars(module) for module in self._own]
+        """What attributes, buffers and weights are now."""
+        places = [held for module in self._modules for held in (module._buffers, module._parameters) if held]
+        places += [vars(module) for module in self._own]
         return [(place, dict(place)) for place in places]
 
     def states(self) -> list[Callable[[], Any]]:
@@ -139,17 +141,31 @@ class _AsBefore:
 def _copied(attributes: _Attributes) -> _Attributes:
     """The same with copies of tensors, arrays and lists, which the block may change; one with two names stays one."""
     copies: dict[int, Any] = {}
+    return [
+        (place, {name: value if name in _OF_MODULES else _copy(value, copies) for name, value in values.items()})
+        for place, values in attributes
+    ]
 
-    def copied(name: str, value: Any) -> Any:
-        if name in _OF_MODULES or not isinstance(value, _CHANGEABLE):
-            return value
-        if isinstance(value, Tensor) and value.requires_grad:
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    """A copy of something that can change, with copies of what is in a list or dict; anything else itself."""
+    if not isinstance(value, _CHANGEABLE) or (isinstance(value, Tensor) and value.requires_grad):
+        return value
+    if isinstance(value, nn.Parameter) and value.nbytes > _SMALL:
+        return value
+    if id(value) in copies:
         return copies[id(value)]
-
-    return [(place, {name: copied(name, value) for name, value in values.items()}) for place, values in attributes]
+    if isinstance(value, Tensor):
+        found: Any = value.detach().clone()
+        found = nn.Parameter(found, requires_grad=False) if isinstance(value, nn.Parameter) else found
+    else:
+        found = copy.copy(value)
+    copies[id(value)] = found
+    if isinstance(value, (list, dict, collections.deque)) and len(value) <= _MANY:
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(part, _CHANGEABLE):
+                found[key] = _copy(part, copies)
+    return found
 
 
 def _put(attributes: _Attributes, states: list[Callable[[], Any]]) -> None:

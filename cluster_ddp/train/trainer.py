@@ -197,7 +197,7 @@ class Trainer:
         self.model = prepare_model(self._make_model(self.task), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
-        self.first_step = FirstStep(self.wrapped, self.session.warn)
+        self.first_step = FirstStep(self.wrapped, self.session.warn, accumulates=self.plan.accumulation_steps > 1)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
         self.precision = choose_precision(train, device)
 
@@ -288,7 +288,8 @@ class Trainer:
         self.session.beat.enter(Phase.READY)
         self.wrapped.train()
         if self.world.world_size > 1:
-            settle_layouts(self.wrapped, self.task, self.world.world_size)
+            accumulates = self.plan.accumulation_steps > 1
+            settle_layouts(self.wrapped, self.task, self.world.world_size, accumulates=accumulates)
         self.session.saving.unsaved.made_from = self.stream.made_from(self.model)
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, make_fresh=self._make_fresh_state

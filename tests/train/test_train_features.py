@@ -163,8 +163,9 @@ def ddp_options() -> dict[str, Any]:
     base = {"steps": 5, "global_batch": 24, "lr": 0.01}
     plain = final_state(train(Everything(), job(train=base))[0])
     found: dict[str, Any] = {}
+    graph = {"static_graph": True}
     for name, options in {
-        "static_graph": {"static_graph": True},
+        "static_graph": graph,
         "no_view": {"gradient_as_bucket_view": False},
         "fp16": {"comm_hook": "fp16"},
     }.items():
@@ -174,6 +175,10 @@ def ddp_options() -> dict[str, Any]:
         names = [name for name in state if state[name].is_floating_point()]
         apart = max(float((state[name] - plain[name]).abs().max()) for name in names)
         found[name] = (apart, trainer.wrapped.static_graph, trainer.wrapped.gradient_as_bucket_view)
+
+    parts = {**base, "batch_size": 4}  # of a step, which DDP sums only at its end
+    accumulated = [final_state(train(Everything(), job(train={**parts, **static}))[0]) for static in ({}, graph)]
+    found["accumulated"] = differences(*accumulated)
 
     trainer, outcome = train(Branching(), job(train={**base, "find_unused_parameters": True}))
     found["unused"] = outcome.completed
@@ -191,6 +196,7 @@ def ddp_options() -> dict[str, Any]:
 def test_options_of_ddp() -> None:
     found = run_ranks(ddp_options, 2)[0]
     assert found["static_graph"][0] == 0.0 and found["static_graph"][1]
+    assert found["accumulated"] == []
     assert found["no_view"][0] == 0.0 and not found["no_view"][2]
     assert 0.0 < found["fp16"][0] < 0.1  # gradients lose digits on the way
     assert "needs CUDA" in found["bf16"]

@@ -16,6 +16,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
+from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.model import settle_layout
 
 STEPS = 8
@@ -271,9 +272,8 @@ def test_layers_that_another_ddp_takes_in_once_they_are_unfrozen_are_trained(tmp
         {},
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
-        {"static_graph": True, "find_unused_parameters": True},
     ],
-    ids=["", "views", "static graph", "static graph with unused parameters"],
+    ids=["", "views", "static graph"],
 )
 def test_the_settled_layout_is_the_one_that_ddp_keeps(more: dict[str, Any]) -> None:
     """The layout matters with three ranks: where this fails, DDP's reducer has changed beneath `settle_layout`."""
@@ -286,9 +286,40 @@ def test_ddp_that_looks_for_unused_parameters_has_one_layout() -> None:
     assert run_ranks(compare, 3, find_unused_parameters=True) == [(True, True)] * 3
 
 
+def both() -> str:
+    model = DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True, static_graph=True)
+    settle_layout(model, 2)
+    try:
+        settle_layout(model, 3)
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+def test_a_static_graph_with_unused_parameters_is_refused_where_its_layout_matters() -> None:
+    assert "omit static_graph" in run_ranks(both, 2)[0]
+
+
 def settle_sparse() -> None:
     settle_layout(DistributedDataParallel(nn.EmbeddingBag(3, 2, sparse=True)), 2)  # its gradient has to be sparse
 
 
 def test_the_layout_of_sparse_gradients_is_settled() -> None:
     assert run_ranks(settle_sparse, 2) == [None, None]
+
+
+def settle_hooked() -> tuple[int, int]:
+    seen: list[Any] = []
+    bare = nn.Linear(2, 2)
+    bare.weight.register_hook(seen.append)
+    bare.bias.register_post_accumulate_grad_hook(seen.append)
+    model = DistributedDataParallel(bare)
+    settle_layout(model, 2)
+    before = len(seen)
+    model(torch.ones(1, 2)).sum().backward()
+    return before, len(seen)
+
+
+def test_hooks_of_weights_do_not_see_the_zeros_that_settle_the_layout() -> None:
+    """Such as a hook that limits gradients by the average of their norms."""
+    assert run_ranks(settle_hooked, 2) == [(0, 2)] * 2

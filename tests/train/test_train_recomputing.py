@@ -79,14 +79,19 @@ class Counts(nn.Linear):
         self.register_buffer("calls", torch.zeros(()))
         self.again, self.own = 0, np.random.default_rng(0)
         self.passes, self.sums = list[int](), np.zeros(1)
+        self.means = {"inner": [torch.zeros(4)]}
+        self.centre = nn.Parameter(torch.zeros(4), requires_grad=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.again += 1
         self.passes.append(self.again)
         self.sums += len(self.passes)
+        for held in (self.means["inner"][0], self.centre):
+            held += inputs.detach().mean(0)
         noise = random.random() + np.random.rand() + self.own.random()
-        return torch.tanh(super().forward(inputs) * self.calls.clone() + self.sums.sum() + noise)
+        shift = self.means["inner"][0].clone() - 0.5 * self.centre.clone()
+        return torch.tanh(super().forward(inputs) * self.calls.clone() + shift + self.sums.sum() + noise)
 
 
 def test_blocks_are_computed_again_with_what_they_held_and_drew_at_first() -> None:
@@ -116,6 +121,7 @@ def test_blocks_are_computed_again_with_what_they_held_and_drew_at_first() -> No
             loss = loss + slope.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         drawn = torch.tensor([random.random(), np.random.rand(), counts.own.random(), counts.again, counts.sums.sum()])
+        drawn = torch.cat([drawn, counts.means["inner"][0], counts.centre])
         return [drawn, *blocks.buffers(), *(weight.grad for weight in blocks.parameters() if weight.grad is not None)]
 
     for penalty in (False, True):
