@@ -132,7 +132,7 @@ def fit(
     trainer = L.Trainer(
         **(ends or {"max_epochs": 3}), accelerator="cpu", devices=1, num_sanity_val_steps=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[made(**settings), Count(), ResumeExactly()],
+        callbacks=[ResumeExactly(), made()] if made is Unfreezing else [made(**settings), Count(), ResumeExactly()],
     )  # fmt: skip
     try:
         trainer.fit(model, {"a": train, "b": train} if several else train, DataLoader(data, 8))

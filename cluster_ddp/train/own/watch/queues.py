@@ -23,6 +23,7 @@ from cluster_ddp.train.own.watch.bodies import program_files, read_once, source_
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.set_before_read import is_only_read_where_set
+from cluster_ddp.train.whose_code import is_own_class
 
 _ARRAYS = (np.ndarray, Tensor)
 _FILLED = (list, collections.deque, *_ARRAYS)
@@ -110,8 +111,10 @@ def _beside_kept(saved: Saved) -> Iterator[tuple[str, int]]:
     running_selves = {id(variables_of(frame).get("self")) for frame in running_frames()}
     for name, found, numbers in _holders(saved):
         held = list(vars(found).values())
+        is_framework = not all(map(is_own_class, type(found).__mro__[:-1]))  # it may save the number itself
         trains = id(found) in running_selves or any(isinstance(value, Optimizer) for value in held)
-        if any(id(value) in filled or (id(value) in averages and not trains) for value in held):
+        averaging = set() if is_framework or trains else averages
+        if not (filled | averaging).isdisjoint(map(id, held)):
             yield from ((f"{name}.{key}", value) for key, value in numbers.items())
 
 
