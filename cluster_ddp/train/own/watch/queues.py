@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.objects.attributes import last_part
 from cluster_ddp.train.objects.syntax import name_of
+from cluster_ddp.train.objects.whose_code import is_own_class
 from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables, variables_of
@@ -23,7 +24,6 @@ from cluster_ddp.train.own.watch.bodies import program_files, read_once, source_
 from cluster_ddp.train.own.watch.reported import Report
 from cluster_ddp.train.own.watch.saved import Saved
 from cluster_ddp.train.state.set_before_read import is_only_read_where_set
-from cluster_ddp.train.whose_code import is_own_class
 
 _ARRAYS = (np.ndarray, Tensor)
 _FILLED = (list, collections.deque, *_ARRAYS)
