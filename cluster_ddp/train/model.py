@@ -233,7 +233,8 @@ def _nothing_of(parameter: Tensor, *, is_sparse: bool) -> Tensor:
     if is_sparse:
         row = torch.zeros(1, dtype=torch.int64, device=parameter.device)
         return F.embedding(row, parameter, sparse=True).sum() * 0
-    return (parameter.reshape(-1)[:1] * 0).sum()
+    nothing = (parameter.reshape(-1)[:1] * 0).sum()
+    return nothing.real if nothing.is_complex() else nothing
 
 
 def synchronised_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

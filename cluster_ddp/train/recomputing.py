@@ -151,13 +151,15 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     """A copy of something that can change, with copies of what is in a list or dict; anything else itself."""
     if not isinstance(value, _CHANGEABLE) or (isinstance(value, Tensor) and value.requires_grad):
         return value
-    if isinstance(value, nn.Parameter) and value.nbytes > _SMALL:
-        return value
+    if isinstance(value, nn.Parameter) and (type(value) is not nn.Parameter or value.nbytes > _SMALL):
+        return value  # that of a library, such as a quantized one, may hold more
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, Tensor):
         found: Any = value.detach().clone()
-        found = nn.Parameter(found, requires_grad=False) if isinstance(value, nn.Parameter) else found
+        if isinstance(value, nn.Parameter):
+            found = nn.Parameter(found, requires_grad=False)
+            vars(found).update(vars(value))
     else:
         found = copy.copy(value)
     copies[id(value)] = found

@@ -300,12 +300,13 @@ def test_a_static_graph_with_unused_parameters_is_refused_where_its_layout_matte
     assert "omit static_graph" in run_ranks(both, 2)[0]
 
 
-def settle_sparse() -> None:
+def settle_all_kinds() -> None:
     settle_layout(DistributedDataParallel(nn.EmbeddingBag(3, 2, sparse=True)), 2)  # its gradient has to be sparse
+    settle_layout(DistributedDataParallel(nn.Linear(2, 2, dtype=torch.complex64)), 2)
 
 
-def test_the_layout_of_sparse_gradients_is_settled() -> None:
-    assert run_ranks(settle_sparse, 2) == [None, None]
+def test_the_layout_of_sparse_and_complex_gradients_is_settled() -> None:
+    assert run_ranks(settle_all_kinds, 2) == [None, None]
 
 
 def settle_hooked() -> tuple[int, int]:

@@ -130,6 +130,34 @@ def test_blocks_are_computed_again_with_what_they_held_and_drew_at_first() -> No
             torch.testing.assert_close(after, before)
 
 
+class Quantized(nn.Parameter):
+    """A weight of a library's class, which keeps its scale beside it."""
+
+    scale = 1.0
+
+
+class Scales(nn.Linear):
+    """Multiplies by the scales of its frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.coarse, self.fine = Quantized(torch.ones(4), requires_grad=False), nn.Parameter(torch.ones(4), False)
+        self.coarse.scale = 2.0
+        self.fine.scale = 3.0  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scaled = inputs * self.coarse * self.coarse.scale * self.fine * self.fine.scale  # type: ignore[attr-defined]
+        return torch.tanh(super().forward(scaled))
+
+
+def test_frozen_weights_keep_their_class_and_attributes_where_blocks_are_computed_again() -> None:
+    model = nn.ModuleList([Scales()])
+    inputs = torch.randn(8, 4)
+    plain = torch.autograd.grad(model[0](inputs).sum(), model[0].weight)[0]
+    checkpoint_blocks(model)
+    assert torch.equal(torch.autograd.grad(model[0](inputs).sum(), model[0].weight)[0], plain)
+
+
 class Cache(list[torch.Tensor]):
     """A cache of keys that blocks fill, as those of transformers."""
 
