@@ -123,7 +123,7 @@ def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shaped by a batch", "the buffer largest has the shape [0] before the first batch"),
+        ("shaped by a batch", "other shape (1): model.largest [12], now [0]"),
         ("filled at random", "the state differs between the ranks: model.noise"),
         ("uint16", "the buffer table has dtype torch.uint16, which ranks cannot send"),
         ("sparse", "the buffer table is sparse, which DDP cannot send"),
