@@ -21,9 +21,10 @@ from cluster_ddp.job.errors import JobFileError
 from cluster_ddp.launch.keeper import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.keeper import records as keeper_records
 from cluster_ddp.launch.keeper.running_job_step import START_SECONDS
-from cluster_ddp.run import decision, events
+from cluster_ddp.run import events
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.reading import read_on
+from cluster_ddp.run.requeue import decision
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status.report import describe
 from cluster_ddp.run.storage import Storage

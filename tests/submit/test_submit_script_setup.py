@@ -113,7 +113,7 @@ def test_a_script_that_waits_for_its_keeper_passes_signals_on(stage: Stage) -> N
     [
         ("export PATH=/nowhere", "no Python with cluster_ddp starts"),
         ("export PYTHONHASHSEED=bad", "launch.python; Fatal Python error: config_init_hash_seed: PYTHONHASHSEED must"),
-        ("tail() { return 3; }", "can determine the first node"),
+        ("tail() { return 3; }", "cannot determine the first node"),
     ],
 )
 def test_a_script_that_fails_after_its_setup_lines_says_why(stage: Stage, line: str, words: str) -> None:

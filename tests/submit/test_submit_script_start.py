@@ -71,7 +71,7 @@ def test_without_scontrol_and_clustershell_the_job_fails_clearly(tmp_path: Path)
     stage = Stage(tmp_path, scontrol=False)
     stage.does(**{"python.sh": "[[ $* != *nodelist* ]] || exit 1"})
     assert stage.perform(stage.write()) == 1
-    assert "can determine the first node of node-[b,a]" in stage.output
+    assert "cannot determine the first node of node-[b,a]" in stage.output
     assert not stage.calls("srun")
 
 
