@@ -5,7 +5,7 @@ step, update, nonfinite           from losses to gradients, to new weights or a 
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
 model, buffers, ema               the network and DDP, its buffers, the average of its weights
 recomputing                       activation checkpointing
-first_step                        whether all gradients are summed over the ranks
+first_steps                       whether all gradients are summed over the ranks
 saving, overlap                   when to save, and what may go on meanwhile
 unsaved                           what training changes and no checkpoint contains
 repeated                          steps that a resume repeats, compared with what they were before

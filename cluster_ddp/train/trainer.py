@@ -25,7 +25,7 @@ from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation.evaluate import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
 from cluster_ddp.train.evaluation.metric_names import metric_names
 from cluster_ddp.train.evaluation.weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
-from cluster_ddp.train.first_step import FirstStep
+from cluster_ddp.train.first_steps import FirstSteps
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_layouts, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
@@ -140,7 +140,7 @@ class Trainer:
                 continue
 
             self.gradients.finish()
-            self.first_step.end()
+            self.first_steps.end()
             self.session.repeated.note_gradients(micro.step + 1, self.model.parameters())
             self.frozen_layers.check()
             self.overlap.end()
@@ -168,7 +168,7 @@ class Trainer:
         """Add the gradients of a micro-batch."""
         self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
         with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
-            with self.precision.autocast(), self.first_step.computing():
+            with self.precision.autocast(), self.first_steps.computing():
                 loss = self.task.loss(self.wrapped, batch)
             self.gradients.backward(loss, micro, self.log.step_loss)
         if micro.last:
@@ -197,7 +197,7 @@ class Trainer:
         self.model = prepare_model(self._make_model(self.task), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
-        self.first_step = FirstStep(self.wrapped, self.session.warn, accumulates=self.plan.accumulation_steps > 1)
+        self.first_steps = FirstSteps(self.wrapped, self.session.warn, accumulates=self.plan.accumulation_steps > 1)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
         self.precision = choose_precision(train, device)
 

@@ -141,8 +141,8 @@ class Branches(nn.Module):
 class Branching(Plain):
     """Leaves a branch out in every other step."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, calls: int = 0) -> None:
+        self.calls = calls
 
     def model(self) -> nn.Module:
         return Branches()
@@ -186,10 +186,16 @@ def ddp_options() -> dict[str, Any]:
         train(Plain(), job(train={**base, "comm_hook": "bf16"}))
     except TrainError as error:
         found["bf16"] = str(error)
-    try:
-        train(Branching(), job(train=base))
-    except TaskError as error:
-        found["refused"] = str(error)
+    for name, task, options in (
+        ("refused", Branching(), base),
+        ("refused_at_last", Branching(), parts),
+        ("refused_second", Branching(calls=1), base),
+        ("refused_second_at_last", Branching(calls=1), parts),
+    ):
+        try:
+            train(task, job(train=options))
+        except TaskError as error:
+            found[name] = str(error)
     return found
 
 
@@ -203,6 +209,9 @@ def test_options_of_ddp() -> None:
     assert found["unused"]
     assert "take no part in the loss, on rank 0: branch.weight, branch.bias" in found["refused"]
     assert "train.find_unused_parameters: true" in found["refused"]
+    assert "take no part in the loss, on rank 0: branch.weight, branch.bias" in found["refused_second"]
+    for name in ("refused_at_last", "refused_second_at_last"):
+        assert "no part in the loss of the last micro-batch, on rank 0: branch.weight" in found[name]
 
 
 def test_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
