@@ -3,8 +3,8 @@
 first_steps                              inspects everything the program holds during its first two steps, with:
 carried, copies, overlooked, queues,     state that steps change but that was not passed in
 schedulers, gradients, sources, counts,
-elsewhere, rounds, in_loss, remembered,
-before_batches, other_handlers
+elsewhere, rounds, in_loss, in_functions,
+remembered, before_batches, other_handlers
 taking, other_loaders, changed_data      how the loop reads its data
 mode                                     a model left in evaluation mode
 other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize

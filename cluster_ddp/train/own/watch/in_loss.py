@@ -22,6 +22,7 @@ from cluster_ddp.train.objects.whose_code import is_library, is_ours, is_own_cla
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import fingerprint_of, has_values
 from cluster_ddp.train.own.watch.bodies import Text, in_running, tree_of_object, value_of
+from cluster_ddp.train.own.watch.in_functions import carried_in
 from cluster_ddp.train.own.watch.matters import changed_in_place_after_use, feeding_loss, reset_each_time
 from cluster_ddp.train.own.watch.reported import Reported
 from cluster_ddp.train.own.watch.saved import Saved
@@ -43,7 +44,8 @@ def watch_in_loss(saved: Saved, report: Reported) -> Iterator[None]:
     features; those that each step fills first do not.
 
     The same holds for numbers in dicts, such as a `Counter` of the labels, for those in objects of libraries other than
-    torch and the like, such as that of a progress bar, and for the metrics of torchmetrics.
+    torch and the like, such as that of a progress bar, for the metrics of torchmetrics, and for what functions that are
+    called for the loss compute from its previous value outside of themselves.
 
     The source of the running functions shows what the loss depends on, so that whatever only prints is not reported.
     Variables that the loop sets are left to `watch_counts` and `watch_carried`.
@@ -86,6 +88,9 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
             continue
         with contextlib.suppress(Exception):  # not a variable or an attribute
             found = value_of(name, frame)
+            for carried, value in carried_in(found):
+                if not saved.has(value):
+                    yield carried, _contents_of(value)
             if isinstance(found, _ARRAYS):
                 if not saved.has_named(name, frame) and changed_in_place_after_use(name, text, feeding.statements):
                     yield name, {None: _whole(found)}
@@ -95,6 +100,15 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
                 found = value_of(name, frame)
             if _may_change(found) and not saved.has_named(name, frame):
                 yield name, _contents(found, without=_set_by_reset(found) if name in resets else set())
+
+
+def _contents_of(value: Any) -> _Parts:
+    """The same for a number, a tensor or an array, too; nothing of any other object."""
+    if type(value) in _NUMBERS:
+        return {None: value}
+    if isinstance(value, _ARRAYS):
+        return {None: _whole(value)}
+    return _contents(value, without=set()) if isinstance(value, (*_LISTS, dict)) else {}
 
 
 def _may_change(found: Any) -> bool:

@@ -161,7 +161,7 @@ def compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
         sides: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             both = [node.left, *node.comparators]
-            decides = not (any(isinstance(side, ast.Constant) for side in both) or _only_shows(parents[node]))
+            decides = not (any(isinstance(side, ast.Constant) for side in both) or only_shows(parents[node]))
             sides = list(both) if decides else []
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             sides = list(ast.walk(node))
@@ -172,7 +172,7 @@ def compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
         yield from (name for side in sides if (name := name_of(side)) is not None)
 
 
-def _only_shows(statement: ast.AST) -> bool:
+def only_shows(statement: ast.AST) -> bool:
     """Whether this is an ``if`` that only prints or logs, as every so many batches, and then counts from 0 again."""
     return (
         isinstance(statement, ast.If)
