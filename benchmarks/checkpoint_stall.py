@@ -237,7 +237,7 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-stall-") as folder:
-        spawn(rank_main, (folder, options.mib, options.rounds, port), nprocs=RANKS)
+        spawn(rank_main, (folder, options.mib, options.rounds, port), nprocs=RANKS)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

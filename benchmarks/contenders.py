@@ -240,7 +240,7 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
         # A rank trains once, and keeps its group until it ends. Here the threads of many groups would come together,
         # which wake up now and then: 5 us per group and step.
         gc.collect()
-        distributed._left.clear()
+        distributed._held_groups.clear()
 
     return run
 
@@ -312,7 +312,7 @@ def lightning_trainer(rank: int, world: int, logging: bool = False) -> Run:
 
 def accelerate(rank: int, world: int) -> Run:
     """Use Accelerate around the bare loop's batches."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-untyped]
     from torch.nn import functional as F
 
     def run(steps: int, tick: Tick) -> None:

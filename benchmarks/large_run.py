@@ -20,7 +20,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from made_runs import Figures, call, make_large_run, make_stand_ins
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.made_runs import Figures, call, make_large_run, make_stand_ins
 
 TARGET_SECONDS = 0.4
 TARGET_NODES = 512
@@ -43,7 +45,7 @@ def measure(nodes: int, attempts: int, checkouts: list[Path], rounds: int, folde
                 if number:  # the first of each fills caches
                     measured.setdefault((command, checkout), []).append(figures)
     for (command, checkout), rows in measured.items():
-        wall, cpu = (statistics.median(row[column] for row in rows) for column in (0, 1))
+        wall, cpu = statistics.median(row[0] for row in rows), statistics.median(row[1] for row in rows)
         print(f"{nodes:6} {attempts:8}   {command:14}{wall:9.3f}{cpu:9.3f}   {checkout.name}", flush=True)
         if command == "status" and nodes <= TARGET_NODES and checkout == checkouts[0]:
             reached &= wall <= TARGET_SECONDS

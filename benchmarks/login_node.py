@@ -20,10 +20,12 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from made_runs import Figures, ask, call, make_runs, make_stand_ins
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.made_runs import Figures, ask, call, make_runs, make_stand_ins
 
 TARGET_DRY_RUN = 0.20  # seconds of wall-clock time
 TARGET_STATUS = 0.8  # of `TARGET_RUNS`, with one call of squeue and at most one of sacct
@@ -39,8 +41,10 @@ network: {socket_ifname: ib0}
 """
 SWEEP_JOB = "name: {}\ntask: cluster_ddp.tasks.digits:Digits\nslurm: {{nodes: 2}}\ntrain: {{epochs: 20}}\n"
 
+Measured = Callable[[int], Figures]
 
-def alternate(measured: dict[str, Callable[[int], Figures]], rounds: int, size: int) -> dict[str, Figures]:
+
+def alternate(measured: dict[str, Measured], rounds: int, size: int) -> dict[str, Figures]:
     """Print and give the medians of commands that are called in turn; each is told the number of the round."""
     rows: dict[str, list[Figures]] = {title: [] for title in measured}
     for number in range(rounds + 1):
@@ -48,11 +52,15 @@ def alternate(measured: dict[str, Callable[[int], Figures]], rounds: int, size: 
             rows[title].append(run(number))
     medians = {}
     for title, (_, *counted) in rows.items():  # the first of each fills caches
-        wall, cpu = (statistics.median(row[column] for row in counted) for column in (0, 1))
+        wall, cpu = statistics.median(row[0] for row in counted), statistics.median(row[1] for row in counted)
         medians[title] = (wall, cpu, counted[-1][2])
         slurm = ", ".join(f"{counted[-1][2].count(name)} {name}" for name in sorted(set(counted[-1][2])))
         print(f"{size:6} {title:28}{wall:9.3f}{cpu:9.3f}   {slurm}", flush=True)
     return medians
+
+
+def _calling(words: Sequence[str], checkout: Path, folder: Path) -> Measured:
+    return lambda _: call(words, checkout, folder)[0]
 
 
 def measure_dry_run(checkouts: list[Path], torchx: str | None, rounds: int, folder: Path) -> bool:
@@ -61,9 +69,11 @@ def measure_dry_run(checkouts: list[Path], torchx: str | None, rounds: int, fold
     (folder / "site.yaml").write_text(SITE)
     (folder / "train.py").write_text("")
     dry_run = ("submit", "multi-node", "--dry-run")
-    measured = {"python -c pass": lambda _: ask((sys.executable, "-c", "pass"), repository(), folder)[0]}
+    measured: dict[str, Measured] = {
+        "python -c pass": lambda _: ask((sys.executable, "-c", "pass"), repository(), folder)[0]
+    }
     for checkout in checkouts:
-        measured[f"submit --dry-run {checkout.name}"] = lambda _, at=checkout: call(dry_run, at, folder)[0]
+        measured[f"submit --dry-run {checkout.name}"] = _calling(dry_run, checkout, folder)
     if torchx is not None:
         launch = (torchx, "run", "--dryrun", "-s", "slurm", "dist.ddp", "-j", "2x1", "--script", "train.py")
         measured["torchx run --dryrun"] = lambda _: ask(launch, repository(), folder)[0]
@@ -83,10 +93,10 @@ def measure_runs(count: int, checkouts: list[Path], rounds: int, folder: Path) -
         shutil.rmtree(folder / "cache", ignore_errors=True)
         return call(("status",), checkouts[0], folder)[0]
 
-    measured = {"status, first look": first_look}
+    measured: dict[str, Measured] = {"status, first look": first_look}
     for checkout in checkouts:
         for command in ("status", "list"):
-            measured[f"{command} {checkout.name}"] = lambda _, name=command, at=checkout: call((name,), at, folder)[0]
+            measured[f"{command} {checkout.name}"] = _calling((command,), checkout, folder)
     wall, _, slurm = alternate(measured, rounds, count)[f"status {checkouts[0].name}"]
     return count != TARGET_RUNS or (wall <= TARGET_STATUS and slurm.count("squeue") <= 1 and slurm.count("sacct") <= 1)
 

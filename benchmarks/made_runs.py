@@ -103,7 +103,12 @@ class MadeRun:
 
     def _measured(self, attempt: int) -> dict[str, float]:
         loss = 4 / (1 + self.step / 300) + self.draw.random() / 10
-        row = {"step": self.step, "samples": self.step * BATCH, "epoch": self.step // 1_000, "attempt": attempt}
+        row: dict[str, float] = {
+            "step": self.step,
+            "samples": self.step * BATCH,
+            "epoch": self.step // 1_000,
+            "attempt": attempt,
+        }
         row |= {"time": self.clock, "train/loss": loss, "lr": 3e-4 * (1 - self.step / STEPS)}
         row |= {"samples_per_second": 500 + self.draw.random(), "seconds_per_step": 0.5 + self.draw.random() / 100}
         row["data_wait"] = self.draw.random() / 50

@@ -33,6 +33,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each connection warns o
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -40,7 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from cluster_ddp.launch.torchrun.rendezvous import SIGNED, SignedBackend, sign_rendezvous
-from cluster_ddp.run.attempt import KEY_BYTES
+from cluster_ddp.run.directory import KEY_BYTES
 
 THREADS = 64  # agents of a process
 WATCHED_SECONDS = 30.0  # for which agents only keep each other informed that they live
@@ -68,7 +69,7 @@ class Asked:
             self.written += len(state)
             return write(backend, state, token)
 
-        SignedBackend.get_state, SignedBackend.set_state = get_state, set_state  # type: ignore[method-assign]
+        SignedBackend.get_state, SignedBackend.set_state = get_state, set_state  # type: ignore[method-assign,assignment]
 
 
 def join(numbers: range, agents: int, port: int, key_file: Path, told: Queue[Any], go_on: Any) -> None:
@@ -80,7 +81,7 @@ def join(numbers: range, agents: int, port: int, key_file: Path, told: Queue[Any
     handlers = []
 
     def agent(number: int) -> None:
-        conf = {
+        conf: dict[str, Any] = {
             "is_host": number == 0,
             "local_addr": "127.0.0.1",
             "join_timeout": JOIN_SECONDS,
@@ -136,19 +137,19 @@ def measure_agents(agents: int, folder: Path) -> None:
 
 def measure_agreement(ranks: int) -> None:
     """Print what an agreement of so many ranks takes from the first to the last of them."""
-    store = dist.HashStore()
+    store = HashStore()
     seconds: list[float] = []
     together = threading.Barrier(ranks)
 
     def rank(number: int) -> None:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), number, ranks, timedelta(seconds=120))
+        group = dist.ProcessGroupGloo(PrefixStore("gloo", store), number, ranks, timedelta(seconds=120))
         votes = torch.zeros(4, dtype=torch.float64)
         for _ in range(EXCHANGES):
             together.wait()
             begin = time.monotonic()
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            group.allreduce([votes], options).wait()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+            group.allreduce([votes], options).wait()  # type: ignore[attr-defined]
             if number == 0:
                 seconds.append(time.monotonic() - begin)
         together.wait()

@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -73,7 +73,7 @@ class Figures(NamedTuple):
     peak_mib: float
 
 
-class Pictures(Dataset):
+class Pictures(Dataset[tuple[torch.Tensor, int]]):
     """Square pictures that are cropped to this side, flipped and made noisy."""
 
     def __init__(self, length: int, side: int) -> None:
@@ -92,7 +92,7 @@ class Pictures(Dataset):
         return picture + 0.05 * torch.randn_like(picture), index % 10
 
 
-class Rows(Dataset):
+class Rows(Dataset[tuple[torch.Tensor, int]]):
     """Samples that draw nothing."""
 
     def __init__(self, length: int) -> None:
@@ -118,15 +118,15 @@ def model_for(case: str) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10))
 
 
-def loader_for(case: str, steps: int, world: int) -> DataLoader:
+def loader_for(case: str, steps: int, world: int) -> DataLoader[Any]:
     """A DataLoader of so many batches on each rank."""
     length = steps * BATCH * world
-    data: Dataset = TensorDataset(torch.randn(length, 64), torch.arange(length) % 10)
+    data: Dataset[Any] = TensorDataset(torch.randn(length, 64), torch.arange(length) % 10)
     if kind_of(case) in SIDES:
         data = Pictures(length, SIDES[kind_of(case)])
     elif kind_of(case) == "plain":
         data = Rows(length)
-    sampler = DistributedSampler(data) if world > 1 else None
+    sampler: DistributedSampler[Any] | None = DistributedSampler(data) if world > 1 else None
     workers = 4 if "4 workers" in case else 0
     return DataLoader(data, BATCH, sampler=sampler, shuffle=sampler is None, num_workers=workers,
                       persistent_workers=workers > 0)  # fmt: skip
@@ -143,7 +143,7 @@ def make(case: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
     """One step."""
     optimizer.zero_grad()
-    F.cross_entropy(model(inputs), labels).backward()
+    F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
@@ -155,7 +155,7 @@ def measure(case: str, folder: Path, rounds: int, names: list[str]) -> None:
         bare, bare_optimizer = make(case, world)
         ours, our_optimizer = make(case, world)
         loader = loader_for(case, steps, world)
-        things = {"model": ours, "optimizer": our_optimizer}
+        things: dict[str, Any] = {"model": ours, "optimizer": our_optimizer}
         rows = torch.randn(512, 64), torch.arange(512) % 10
         if case == "steps":
             numbers = run.steps(steps * (rounds + 1), **things)

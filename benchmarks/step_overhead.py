@@ -79,8 +79,12 @@ def measure_processes(results: dict[str, list[Round]], world: int, numbers: Sequ
 
 def mean(rounds: Sequence[Round]) -> Round:
     """Give the mean of each figure."""
-    fields = ("mean_us", "median_us", "cpu_us", "peak_mib")
-    return Round(**{field: statistics.fmean(getattr(figures, field) for figures in rounds) for field in fields})
+    return Round(
+        statistics.fmean(figures.mean_us for figures in rounds),
+        statistics.fmean(figures.median_us for figures in rounds),
+        statistics.fmean(figures.cpu_us for figures in rounds),
+        statistics.fmean(figures.peak_mib for figures in rounds),
+    )
 
 
 def show(results: dict[str, list[Round]], world: int, steps: int) -> None:
