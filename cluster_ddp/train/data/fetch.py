@@ -18,7 +18,7 @@ from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.made_from import AtFirst
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.seeded_reads import ALL_GENERATORS, Collate, SeededReads
-from cluster_ddp.train.data.sets import Numbers, copied, length_of, share_memory, warn_of_counts
+from cluster_ddp.train.data.sets import Numbers, copied, length_of, place_in, share_memory, warn_of_counts
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import drawn
 
@@ -140,7 +140,7 @@ class Fetcher(SeededReads):
             self._draws_around = False  # until it is seen to draw
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
-        what = f"sample {changing[0].item()}" if changing else "a batch"
+        what = f"sample {place_in(changing[0].item())}" if changing else "a batch"
         raise DataError(
             f"{what} of the training set ({type(self._data).__name__}) differs when it is fetched again with the same "
             "seed, so no resume could be exact: the set or collate() draws from a generator that nothing seeds or in "

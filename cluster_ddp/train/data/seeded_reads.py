@@ -14,7 +14,7 @@ from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.data.sets import fetches_by_batch, is_plain_rows, unwrapped
+from cluster_ddp.train.data.sets import fetches_by_batch, is_plain_rows, place_in, unwrapped, with_copies_numbered
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.randomness import (
@@ -63,6 +63,8 @@ class SeededReads:
             self._read = self._by_batch
         else:
             self._read = self._one_by_one
+            if self._positions is not None:
+                self._positions = with_copies_numbered(self._positions)
 
     @property
     def generators_around(self) -> list[Any]:
@@ -147,7 +149,7 @@ class SeededReads:
                 seed = mix(base ^ index)
                 for seed_generator in seeds:
                     seed_generator(seed)
-            items.append(self._data[index])
+            items.append(self._data[place_in(index)])
         if more := [number for number, holds in zip(others, untouched, strict=True) if not holds()]:
             self._used += tuple(more)
             return None
@@ -172,6 +174,6 @@ class SeededReads:
             if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full /dev/shm
                 raise
             raise DataError(
-                f"samples {listed(indices.tolist(), 8)} do not make a batch: {error}\n"
+                f"samples {listed(list(map(place_in, indices.tolist())), 8)} do not make a batch: {error}\n"
                 "    give items of the same structure and shapes, or a collate function of your own"
             ) from error

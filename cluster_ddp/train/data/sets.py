@@ -24,6 +24,8 @@ from cluster_ddp.train.ranks.distributed import find_world
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
 _FAR, _LARGE = 100_000, 1 << 24  # elements of lists, and bytes of arrays, up to which it is seen what reading changes
+_PLACE_BITS = 40  # of a position
+_PLACES, _LEAST = (1 << _PLACE_BITS) - 1, 1 << (_PLACE_BITS - 1)
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
@@ -54,6 +56,23 @@ def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
         positions = inner if positions is None else inner[positions]
         data = data.dataset
     return data, positions
+
+
+def with_copies_numbered(positions: Indices) -> Indices:
+    """Add to each position how often it has occurred before, in higher bits, which `place_in` removes.
+
+    Each copy of a sample draws random numbers of its own, so a set that has it several times is augmented as is meant.
+    """
+    order = np.argsort(positions, kind="stable")
+    _, firsts, counts = np.unique(positions[order], return_index=True, return_counts=True)
+    occurrences = np.empty_like(positions)
+    occurrences[order] = np.arange(len(positions)) - np.repeat(firsts, counts)
+    return positions + (occurrences << _PLACE_BITS)
+
+
+def place_in(position: int) -> int:
+    """The place in the set of what may be the number of a copy, too."""
+    return (position + _LEAST & _PLACES) - _LEAST  # which may be negative
 
 
 def ids_of_sets(*data: Dataset[Any] | None) -> set[int]:
