@@ -116,7 +116,7 @@ def _add(hashed: Any, value: Any, around: tuple[int, ...]) -> None:
         hashed.update(value)
     elif isinstance(value, (str, int, float, complex)):
         hashed.update(repr(value).encode())
-    elif hasattr(value, "tobytes"):  # a Pillow image
+    elif hasattr(type(value), "tobytes"):  # a Pillow image
         hashed.update(value.tobytes())
     elif isinstance(value, (set, frozenset)):
         hashed.update(str(sorted(_fingerprint(part, around) for part in value)).encode())
