@@ -4,7 +4,7 @@ task, trainer, session            what a user writes, the training loop, and wha
 step, update, nonfinite           from losses to gradients, to new weights or a skipped step, to the end if too many are
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
 model, buffers, ema               the network and DDP, its buffers, the average of its weights
-recomputing                       activation checkpointing
+recomputing, compiling            activation checkpointing; whether torch goes on compiling
 first_steps                       whether all gradients are summed over the ranks
 saving, overlap                   when to save, and what may go on meanwhile
 unsaved                           what training changes and no checkpoint contains

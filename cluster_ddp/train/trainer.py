@@ -17,6 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
+from cluster_ddp.train.compiling import Compiling
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.sets import ids_of_sets
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
@@ -131,6 +132,7 @@ class Trainer:
                 self.buffers.send()
                 self.buffers.keep()
                 self.overlap.begin()
+                self.compiling.begin()
                 if not self.overlap.is_allowed:
                     self.session.saving.wait_for_staging()
 
@@ -155,6 +157,7 @@ class Trainer:
                 self.ema.update(was_skipped)  # averages the updated weights
             self.profiler.end(micro.step)  # includes only what every step does
             self.single_samples.end()
+            self.compiling.end(micro.step + 1)
 
             decision = self.session.end_step()
             self.log.end(micro.step + 1, micro.epoch, self.update, self.schedule.lr(micro.step - skipped))
@@ -198,6 +201,7 @@ class Trainer:
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
         self.first_steps = FirstSteps(self.wrapped, self.session.warn, accumulates=self.plan.accumulation_steps > 1)
+        self.compiling = Compiling(self.session.warn)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
         self.precision = choose_precision(train, device)
 

@@ -12,10 +12,11 @@ import torch
 from relabeling_tasks import CHANGED, Collating, Labelled, OfTask, Pseudo, Rows, Stream, resumed
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from train_tasks import FEATURES, Plain, samples
+from train_tasks import FEATURES, Noisy, Plain, samples
 
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.errors import DataError
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,61 @@ class Rolling(Plain):
 
 def test_a_step_reads_the_rows_that_a_subset_takes_as_it_begins(tmp_path: Path) -> None:
     assert resumed(lambda _: Rolling(), "", 0, tmp_path) == ([], [[], [], []])
+
+
+class Selecting(Rolling):
+    """Chooses other samples for a Subset by a list, of rows or of a set that draws random numbers."""
+
+    def __init__(self, data: Dataset[Any], how: str) -> None:
+        self.data, self.how = data, how
+
+    def train_data(self) -> Dataset[Any]:
+        self.subset = Subset(Subset(self.data, range(50)), list(range(40)))
+        return self.subset
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.choose([(index + 1) % 50 for index in self.subset.indices])
+        return Plain.loss(self, model, batch)
+
+    def choose(self, chosen: list[int]) -> None:
+        if self.how == "replaced":
+            self.subset.indices = chosen
+        else:
+            self.subset.indices[:] = chosen  # type: ignore[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"indices": self.subset.indices}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.choose(state["indices"])
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+@pytest.mark.parametrize("data", [TensorDataset(*samples()), Noisy()])
+def test_a_step_may_choose_other_samples_for_a_subset(data: Dataset[Any], how: str, tmp_path: Path) -> None:
+    assert resumed(lambda _: Selecting(data, how), "", 0, tmp_path) == ([], [[], [], []])
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_subset_is_read_as_it_is_now(how: str, rows: bool) -> None:
+    (inputs, labels), chosen = samples(), [0, 1, 2]
+    whole = TensorDataset(inputs, labels) if rows else Labelled(inputs, labels)
+    subset = Subset(whole, chosen)
+    fetcher = Fetcher(subset, default_collate)
+    fetcher.expect_changes(subset)
+    loader = Loader(fetcher, range(3), lambda _: (0, np.arange(3)), workers=0, device=torch.device("cpu"))
+    seen = []
+    for _, batch in loader:
+        seen.append(batch[1].tolist())
+        if how == "replaced":
+            subset.indices = [index + 3 for index in subset.indices]
+        else:
+            chosen[:] = [index + 3 for index in chosen]
+    assert seen == [labels[first : first + 3].tolist() for first in (0, 3, 6)]
+    subset.indices = [0]
+    with pytest.raises(DataError, match="fewer samples than when training began"):
+        fetcher(0, np.arange(3))
 
 
 @pytest.mark.parametrize("width", [1, 16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,36 @@ def test_a_set_that_counts_what_it_reads_is_told(workers: int, capfd: pytest.Cap
     said = capfd.readouterr().err
     assert said.count("(Counts) changes Counts.batches, Counts.reads, which no checkpoint") == 1
     assert "If it is only printed or logged, ignore this" in said
+
+
+@dataclass
+class Pictures:
+    """A batch that is an object, as detectors use them."""
+
+    inputs: Tensor
+    name: str
+    whole: Pictures | None = None
+
+
+class Drawing(Noisy):
+    """Draws its noise from the operating system, and gives objects that refer to themselves."""
+
+    def __getitem__(self, index: int) -> Any:
+        noise = float(np.random.default_rng().normal())
+        picture = Pictures(super().__getitem__(index)[0] + noise, str(index))
+        picture.whole = picture
+        return picture
+
+    def collate(self, items: list[Any]) -> Any:
+        return {item.name: item for item in items}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_in_objects_is_compared(workers: int) -> None:
+    data = Drawing()
+    fetcher = Fetcher(data, data.collate, 1, exact=True)
+    with pytest.raises(DataError, match="differs when it is fetched again"):
+        list(Loader(fetcher, [(0, np.arange(10))], lambda plan: plan, workers=workers, device=CPU))
 
 
 TIMES: dict[int, int] = {}

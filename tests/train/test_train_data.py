@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from train_tasks import CPU, Noisy, Plain, fetch, job, numbered, samples, train
+from train_tasks import CPU, SAMPLES, Noisy, Plain, fetch, job, numbered, samples, train
 
 from cluster_ddp.train import DataError
 from cluster_ddp.train.data.fetch import Fetcher
@@ -39,6 +39,17 @@ def test_random_samples_behind_a_subset_are_seeded_too() -> None:
     random.seed(2)
     assert torch.equal(first[0], fetch(part, (0, [0, 1]))[0][0])
     assert first[1].tolist() == [int(Noisy().labels[40]), int(Noisy().labels[20])]
+
+
+def test_each_copy_of_a_sample_in_a_subset_draws_numbers_of_its_own() -> None:
+    plans = (0, [0, 1, 2]), (0, [1])
+    (found, labels), (again, _) = fetch(Subset(Noisy(), [3, 3, 5]), *plans)
+    assert labels[0] == labels[1] and not torch.equal(found[0], found[1])
+    assert torch.equal(found[1], again[0])
+    assert torch.equal(fetch(Subset(Noisy(), [3, 3, 5]), *plans, workers=2)[0][0], found)
+    last = SAMPLES - 1
+    ((_, labels),) = fetch(Subset(Noisy(), [-1, last, -1, 0]), (0, [0, 1, 2, 3]))
+    assert torch.equal(labels, Noisy().labels[[last, last, last, 0]])
 
 
 def test_tensors_are_fetched_by_batch() -> None:

@@ -383,6 +383,39 @@ def test_compile_marks_the_model_and_keeps_its_names() -> None:
     assert list(model.state_dict()) == list(Plain().model().state_dict())
 
 
+class Counting(nn.Module):
+    """Computes with a count of steps: a number, for each of which torch compiles it again, or a tensor."""
+
+    def __init__(self, count: int | Tensor) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(FEATURES, CLASSES), count
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) / (1 + self.count)
+
+
+class Compiled(Plain):
+    """Compiles its model, without a compiler of C++."""
+
+    def __init__(self, count: int | Tensor) -> None:
+        self.net = Counting(count)
+
+    def model(self) -> nn.Module:
+        self.net.compile(backend="eager")
+        return self.net
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.net.count += 1
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("count", [0, torch.zeros((), dtype=torch.int64)])
+def test_a_task_that_torch_compiles_again_is_told(count: int | Tensor, capfd: pytest.CaptureFixture[str]) -> None:
+    train(Compiled(count), job(train={"steps": 4, "global_batch": 8, "evaluate_every": 2}))
+    said = capfd.readouterr().err
+    assert said.count("torch has compiled something in step 2 of training") == (type(count) is int)
+
+
 def waiting_for_gradients() -> dict[str, float]:
     _, outcome = train(Everything(), job(train={"steps": 120, "global_batch": 24, "evaluate_every": "end"}))
     return dict(outcome.metrics)

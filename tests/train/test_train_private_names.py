@@ -51,6 +51,11 @@ def fabric() -> tuple[Any, Any]:
     return Fabric(accelerator="cpu", devices=1).setup(module, SGD(module.parameters(), lr=0.1))  # type: ignore[return-value]
 
 
+def compiler() -> Any:
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    return type("Counters", (), dict(torch._dynamo.utils.counters["frames"]))()
+
+
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "GradScaler._scale": (after_scaling, "own/watch/taking: whether a loop has scaled a loss yet"),
     "OptimizedModule._orig_mod": (lambda: torch.compile(nn.Linear(2, 2)), "own/wrappers: the model in torch.compile"),
@@ -63,6 +68,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "Metric._reductions": (metric, "state/unread"),
     "Metric._computed": (metric, "state/held: what is computed again"),
     "Metric._forward_cache": (metric, "state/held"),
+    "Counters.total": (compiler, "compiling: whether torch goes on compiling"),
     "_FabricModule._forward_module": (lambda: fabric()[0], "own/wrappers: the model in Fabric's"),
     "_FabricOptimizer._optimizer": (lambda: fabric()[1], "own/wrappers: the optimizer in Fabric's"),
 }

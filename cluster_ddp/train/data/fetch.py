@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from cluster_ddp.printing import say
@@ -18,9 +19,9 @@ from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.made_from import AtFirst
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.seeded_reads import ALL_GENERATORS, Collate, SeededReads
-from cluster_ddp.train.data.sets import Numbers, copied, length_of, share_memory, warn_of_counts
+from cluster_ddp.train.data.sets import Numbers, copied, length_of, place_in, share_memory, warn_of_counts
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import drawn
+from cluster_ddp.train.randomness import drawn, parts_of
 
 _TRIED = 32
 _TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # the maximum number of batches (and bytes) fetched by one call
@@ -72,7 +73,7 @@ class Fetcher(SeededReads):
         # may.
         if self._process != os.getpid() or not self.is_tried:
             self._find_generators()
-        places = indices if self._positions is None else self._positions[indices]
+        places = self._places(indices)
         if epoch == LOOK:
             return self._watched(lambda: self._look(places))
         if not self.is_tried:
@@ -84,10 +85,13 @@ class Fetcher(SeededReads):
         return self._watched(lambda: self._read(epoch, places))
 
     def expect_changes(self, *holders: object) -> None:
-        """Fetch each batch only when its step begins if one of these holds the rows, and so may change them."""
+        """Fetch each batch only when its step begins if one of these holds the rows or a Subset, to change it."""
         if self._read == self._by_tensor:
-            positions = [] if self._positions is None else [torch.from_numpy(self._positions)]
-            self._may_change = share_memory([*self._data.tensors, *positions], holders)  # type: ignore[attr-defined]
+            chosen = [subset.indices for subset in self._subsets]
+            arrays = [torch.as_tensor(held) for held in chosen if isinstance(held, (Tensor, np.ndarray))]
+            known = {id(part) for part in (*self._subsets, *chosen)}
+            are_held = any(id(part) in known for part in parts_of(*holders))
+            self._may_change = are_held or share_memory([*self._data.tensors, *arrays], holders)  # type: ignore[attr-defined]
 
     def versions(self) -> list[int]:
         """Numbers that change with the rows, except by way of ``.data`` or ``.numpy()``."""
@@ -117,7 +121,7 @@ class Fetcher(SeededReads):
         if self._read == self._by_tensor:
             return
         there = in_copy_of_worker(lambda: self._after_others(epoch, indices))
-        self._untouched, self._length = copied(self._data), length_of(self._data)
+        self._untouched, self._length = copied(self._data), length_of(self._outermost())
         numbers: list[Numbers] = []
 
         def read() -> int:
@@ -140,7 +144,7 @@ class Fetcher(SeededReads):
             self._draws_around = False  # until it is seen to draw
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
-        what = f"sample {changing[0].item()}" if changing else "a batch"
+        what = f"sample {place_in(changing[0].item())}" if changing else "a batch"
         raise DataError(
             f"{what} of the training set ({type(self._data).__name__}) differs when it is fetched again with the same "
             "seed, so no resume could be exact: the set or collate() draws from a generator that nothing seeds or in "
@@ -170,7 +174,7 @@ class Fetcher(SeededReads):
         if worker is not None and worker.id != 0:
             self._at_first = None
             return
-        if self._positions is None and (items := length_of(self._data)) != self._length:
+        if (items := length_of(self._outermost())) != self._length:
             self._at_first = None
             say(
                 f"cluster-ddp: the training set ({type(self._data).__name__}) has {items} items after a pass, but had "
@@ -234,7 +238,7 @@ class Fetcher(SeededReads):
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:
         """Whether a sample draws random numbers only when it is read for the first time."""
-        places = range(self._length) if self._positions is None else self._positions.tolist()
+        places = self._places(np.arange(self._length)).tolist()
         tried = set(indices.tolist())
         new = next((place for place in reversed(places) if place not in tried), None)
         if new is None:

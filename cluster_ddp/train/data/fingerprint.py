@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cluster_ddp.train.objects.inner_parts import can_be_seen, inner_parts
+
 # How often threads are given a chance to draw in another order: few readings show it where they wait for nothing.
 _READINGS, _SECONDS_OF_READING = 50, 1.0
+_DEPTH = 10  # how deep objects are searched
+_WITHOUT_CONTENT = (type, ModuleType, FunctionType, MethodType, functools.partial)  # what they refer to is no content
 _SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
     torch.sparse_coo: lambda tensor: (tensor.coalesce().indices(), tensor.coalesce().values()),
     torch.sparse_csr: lambda tensor: (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
@@ -23,10 +30,8 @@ _SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 def fingerprint(value: Any) -> int:
-    """Hash the tensors, arrays, numbers and strings in a value; of anything else, only the type counts."""
-    hashed = xxhash.xxh3_64()
-    _add(hashed, value)
-    return hashed.intdigest() >> 1  # fits a signed 64-bit integer
+    """Hash the tensors, arrays, numbers and strings in a value and in attributes; of the rest, only the types count."""
+    return _fingerprint(value, ())
 
 
 def drawn_to(generator: Any) -> int:
@@ -69,15 +74,22 @@ def _stays(read: Callable[[], int], found: int, agree: Callable[[bool], bool]) -
     return True
 
 
-def _add(hashed: Any, value: Any) -> None:
+def _fingerprint(value: Any, around: tuple[int, ...]) -> int:
+    hashed = xxhash.xxh3_64()
+    _add(hashed, value, around)
+    return hashed.intdigest() >> 1  # fits a signed 64-bit integer
+
+
+def _add(hashed: Any, value: Any, around: tuple[int, ...]) -> None:
+    """Add a value; `around` are the ids of the objects that it is a part of."""
     hashed.update(type(value).__name__.encode())
     if isinstance(value, Tensor) and value.is_nested:  # even its shape is not available in the usual way
         for part in value.unbind():
-            _add(hashed, part)
+            _add(hashed, part, around)
     elif isinstance(value, Tensor) and value.layout in _SPARSE:
         hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
         for part in _SPARSE[value.layout](value):
-            _add(hashed, part)
+            _add(hashed, part, around)
     elif isinstance(value, Tensor):
         hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_quantized:
@@ -90,19 +102,25 @@ def _add(hashed: Any, value: Any) -> None:
         if not array.dtype.hasobject:
             hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         else:
-            _add(hashed, array.tolist())
+            _add(hashed, array.tolist(), around)
         if isinstance(value, np.ma.MaskedArray):
-            _add(hashed, np.ma.getmaskarray(value))
+            _add(hashed, np.ma.getmaskarray(value), around)
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            _add(hashed, key)
-            _add(hashed, part)
-    elif isinstance(value, (list, tuple)):
+            _add(hashed, key, around)
+            _add(hashed, part, around)
+    elif isinstance(value, (list, tuple, collections.deque)):
         for part in value:
-            _add(hashed, part)
+            _add(hashed, part, around)
     elif isinstance(value, bytes):
         hashed.update(value)
     elif isinstance(value, (str, int, float, complex)):
         hashed.update(repr(value).encode())
-    elif hasattr(value, "tobytes"):  # a Pillow image
+    elif hasattr(type(value), "tobytes"):  # a Pillow image
         hashed.update(value.tobytes())
+    elif isinstance(value, (set, frozenset)):
+        hashed.update(str(sorted(_fingerprint(part, around) for part in value)).encode())
+    elif len(around) < _DEPTH and id(value) not in around and not isinstance(value, _WITHOUT_CONTENT):
+        for name, part in inner_parts(value) if can_be_seen(value) else ():  # such as a batch that is a dataclass
+            hashed.update(name.encode())
+            _add(hashed, part, (*around, id(value)))

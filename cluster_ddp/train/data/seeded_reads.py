@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -14,7 +15,15 @@ from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.data.sets import fetches_by_batch, is_plain_rows, unwrapped
+from cluster_ddp.train.data.sets import (
+    fetches_by_batch,
+    is_plain_rows,
+    length_of,
+    numbers_of_copies,
+    place_in,
+    positions_in,
+    unwrapped,
+)
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.randomness import (
@@ -46,7 +55,8 @@ class SeededReads:
     """
 
     def __init__(self, data: Dataset[Any], collate: Collate, *seed_words: int, is_tried: bool) -> None:
-        self._data, self._positions = unwrapped(data)
+        self._data, self._subsets = unwrapped(data)
+        self._copies: Indices | None = None  # added to positions in the set if Subsets have some of them several times
         self._collate = collate
         self._base = derive(*seed_words)
         self._of_data: list[Any] | None = None
@@ -63,11 +73,35 @@ class SeededReads:
             self._read = self._by_batch
         else:
             self._read = self._one_by_one
+            if self._subsets:
+                self._copies = numbers_of_copies(positions_in(self._subsets, np.arange(length_of(data))))
 
     @property
     def generators_around(self) -> list[Any]:
         """Generators at the top level of modules that are seeded for each sample in this process."""
         return list(self._around.values()) if self._draws_around else []
+
+    def _outermost(self) -> Dataset[Any]:
+        return self._subsets[0] if self._subsets else self._data
+
+    def _places(self, indices: Indices) -> Indices:
+        """What to read for samples of the outermost set: their positions in the innermost, and the numbers of copies.
+
+        Raises
+        ------
+        DataError
+            The outermost set has become shorter.
+        """
+        if not self._subsets:
+            return indices
+        try:
+            places = positions_in(self._subsets, indices)
+        except IndexError as error:
+            raise DataError(
+                "the training set (Subset) has fewer samples than when training began, when its length fixed the order "
+                "of the samples: choose as many each time, or derive it from IterableDataset"
+            ) from error
+        return places if self._copies is None else places + self._copies[indices]
 
     def _find_generators(self) -> None:
         self._process, of_data = os.getpid(), list(OwnGenerators(self._data))
@@ -147,7 +181,7 @@ class SeededReads:
                 seed = mix(base ^ index)
                 for seed_generator in seeds:
                     seed_generator(seed)
-            items.append(self._data[index])
+            items.append(self._data[place_in(index)])
         if more := [number for number, holds in zip(others, untouched, strict=True) if not holds()]:
             self._used += tuple(more)
             return None
@@ -172,6 +206,6 @@ class SeededReads:
             if cause_of_message(str(error)) is not Cause.PROGRAM:  # such as a full /dev/shm
                 raise
             raise DataError(
-                f"samples {listed(indices.tolist(), 8)} do not make a batch: {error}\n"
+                f"samples {listed(list(map(place_in, indices.tolist())), 8)} do not make a batch: {error}\n"
                 "    give items of the same structure and shapes, or a collate function of your own"
             ) from error

@@ -24,6 +24,8 @@ from cluster_ddp.train.ranks.distributed import find_world
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
 _FAR, _LARGE = 100_000, 1 << 24  # elements of lists, and bytes of arrays, up to which it is seen what reading changes
+_PLACE_BITS = 40  # of a position
+_PLACES, _LEAST = (1 << _PLACE_BITS) - 1, 1 << (_PLACE_BITS - 1)
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
@@ -46,14 +48,48 @@ def fetches_by_batch(data: Dataset[Any]) -> bool:
     return callable(getattr(data, "__getitems__", None))
 
 
-def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
-    """Unwrap Subsets, whose ``__getitems__`` would prevent seeding the inner set's samples one by one."""
-    positions: Indices | None = None
+def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], list[Subset[Any]]]:
+    """Unwrap Subsets, whose ``__getitems__`` would prevent seeding the inner set's samples one by one.
+
+    Returns
+    -------
+    The inner set, and the Subsets, from the outermost one on.
+    """
+    subsets: list[Subset[Any]] = []
     while _is_subset(data):
-        inner = _as_indices(data.indices)
-        positions = inner if positions is None else inner[positions]
+        subsets.append(data)
         data = data.dataset
-    return data, positions
+    return data, subsets
+
+
+def positions_in(subsets: Sequence[Subset[Any]], indices: Indices) -> Indices:
+    """The positions in the innermost set of these samples; looked up each time, as a step may choose others."""
+    for subset in subsets:
+        held = subset.indices
+        if isinstance(held, (Tensor, np.ndarray)):
+            indices = _as_indices(held)[indices]
+        else:
+            indices = np.array([int(held[index]) for index in indices.tolist()], dtype=np.int64)
+    return indices
+
+
+def numbers_of_copies(positions: Indices) -> Indices | None:
+    """How often each position has occurred before, in bits that `place_in` removes; None if none occurs twice.
+
+    Added to the positions, they let each copy of a sample draw random numbers of its own.
+    """
+    order = np.argsort(positions, kind="stable")
+    _, firsts, counts = np.unique(positions[order], return_index=True, return_counts=True)
+    if len(counts) == len(positions):
+        return None
+    occurrences = np.empty_like(positions)
+    occurrences[order] = np.arange(len(positions)) - np.repeat(firsts, counts)
+    return occurrences << _PLACE_BITS
+
+
+def place_in(position: int) -> int:
+    """The place in the set of what may be the number of a copy, too."""
+    return (position + _LEAST & _PLACES) - _LEAST  # which may be negative
 
 
 def ids_of_sets(*data: Dataset[Any] | None) -> set[int]:
@@ -133,7 +169,7 @@ def _is_subset(data: Dataset[Any]) -> TypeGuard[Subset[Any]]:
     )
 
 
-def _as_indices(positions: Sequence[int]) -> Indices:
+def _as_indices(positions: Tensor | np.ndarray) -> Indices:
     return torch.as_tensor(positions, dtype=torch.int64).numpy()
 
 

@@ -1,0 +1,51 @@
+"""Tells if torch goes on compiling as training goes on, because a resume then compiles other code.
+
+What torch compiles for a shape or a number depends on those that this process has seen before: at first it is compiled
+for just this one, later for all of them, and after several not at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class Compiling:
+    """Watches the steps after the first one of an attempt.
+
+    Parameters
+    ----------
+    warn
+        Prints a warning on rank 0.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._before: int | None = None  # None in the first step
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Call before the first forward pass of a step; evaluations, which may compile as well, are between steps."""
+        if self._before is not None:
+            self._before = _compiled()
+
+    def end(self, step: int) -> None:
+        """Call after a step, which is counted from 1."""
+        if self._is_over:
+            return
+        now = _compiled()
+        if self._before not in (None, now):
+            self._is_over = True
+            self._warn(
+                f"torch has compiled something in step {step} of training, after the first one: what it compiles "
+                "depends on the shapes and numbers that this process has seen, so a resume may not be exact. Let all "
+                "batches have the same shape, and keep in a tensor what steps change and the model computes with, such "
+                "as a count of steps"
+            )
+        self._before = now
+
+
+def _compiled() -> int:
+    """How often torch has compiled something; 0 while its compiler is not even imported."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["frames"]["total"])
