@@ -185,6 +185,8 @@ class ScriptRun:
         -------
         An object with these attributes, to read and to set: ``kept = run.keep(best=0.0)``, ``kept.best = accuracy``.
         """
+        if self._loop is not None:
+            self._loop.beginning.expect_no_epoch(values)
         return self._kept.add(values)
 
     # Loops that mark where each step begins and ends.
