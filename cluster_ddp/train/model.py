@@ -197,6 +197,28 @@ def _without_hooks(parameters: list[Tensor]) -> Iterator[None]:
             hooks.update(held)
 
 
+def put_gradients_in_buckets(model: DistributedDataParallel, world_size: int) -> None:
+    """Make the gradients of zeros that weights have views of DDP's buckets, as its backward pass leaves them.
+
+    With ``gradient_as_bucket_view``, DDP divides those by the number of ranks, and multiplies others by its inverse,
+    which for three ranks, among others, gives different bits. All ranks call it, once the layout is settled.
+    """
+    weights = [weight for weight in model.module.parameters() if weight.requires_grad]
+    without = [weight for weight in weights if weight.grad is None]
+    is_power_of_two = world_size & (world_size - 1) == 0
+    if is_power_of_two or not model.gradient_as_bucket_view or len(without) == len(weights):
+        return
+    sparse = {id(table.weight) for table in model.modules() if _has_sparse_gradient(table)}
+    with _without_hooks(weights):
+        nothing = torch.stack([_nothing_of(weight, is_sparse=id(weight) in sparse) for weight in weights]).sum()
+        model.reducer.prepare_for_forward()
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
+        run_backward(nothing)
+    for weight in without:
+        weight.grad = None
+
+
 def is_settled(model: DistributedDataParallel, world_size: int, *, accumulates: bool) -> bool:
     """Whether `settle_layout` settles the layout of a model.
 

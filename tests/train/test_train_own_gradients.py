@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_loops import LOADERS, begin_attempt, digest, interrupt, model_of, new_run
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
@@ -118,3 +119,29 @@ def test_weights_with_a_gradient_of_zeros_are_updated_after_a_resume_too(to_none
     wanted = run_ranks(train_heads, 1, calm.path, 0, None, to_none=to_none)
     assert run_ranks(train_heads, 1, stopped.path, 0, 4, to_none=to_none) == [None]
     assert run_ranks(train_heads, 1, stopped.path, 1, None, to_none=to_none) == wanted != [None]
+
+
+def train_views(place: Path, attempt: int, at: int | None, *, find_unused: bool) -> str | None:
+    """A digest of a model whose gradients are views of DDP's buckets, and set to zeros by each step."""
+    begin_attempt(place, attempt)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(5)
+        model = DistributedDataParallel(model_of(), gradient_as_bucket_view=True, find_unused_parameters=find_unused)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in run.steps(9, model=model, optimizer=optimizer):
+            optimizer.zero_grad(set_to_none=False)
+            nn.functional.cross_entropy(model(torch.randn(4, 6)), torch.arange(4) % 3).backward()
+            optimizer.step()
+            if step == at:
+                interrupt("crash")
+        return digest(model.module)
+    return None
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_gradients_that_are_views_of_buckets_are_views_after_a_resume(find_unused: bool, tmp_path: Path) -> None:
+    """DDP divides these by the number of ranks, and multiplies others by its inverse: on three ranks, other bits."""
+    calm, stopped = new_run(tmp_path / "calm"), new_run(tmp_path / "stopped")
+    wanted = run_ranks(train_views, 3, calm.path, 0, None, find_unused=find_unused)
+    assert run_ranks(train_views, 3, stopped.path, 0, 4, find_unused=find_unused) == [None] * 3
+    assert run_ranks(train_views, 3, stopped.path, 1, None, find_unused=find_unused) == wanted != [None] * 3

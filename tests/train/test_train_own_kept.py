@@ -15,6 +15,9 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.beginning import Beginning
+from cluster_ddp.train.own.kept import KeptValues
 
 
 def train(place: Path, attempt: int, at: int | None, how: str) -> list[Any]:
@@ -68,3 +71,22 @@ def test_what_is_changed_in_place_is_put_back_in_its_place(at: int, how: str, tm
     (found,) = run_ranks(train, 1, cut.path, 2, None, "")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert [event for event in read_events(cut) if event["event"] == "warning"] == []
+
+
+def test_a_name_is_kept_once() -> None:
+    """Each call would put the saved value back, also in later epochs, which begin with the initial one."""
+    kept = KeptValues()
+    kept.add({"total": 0.0})
+    with pytest.raises(TrainError, match="called again"):
+        kept.add({"total": 0.0})
+
+
+def test_an_epoch_does_not_keep_before_its_batches() -> None:
+    beginning = Beginning(draws_itself=False)
+    beginning.hand_out()
+    beginning.expect_no_epoch(["total"])  # before the loop
+    beginning.begin()
+    with pytest.raises(TrainError, match=r"run.keep\(total=...\) is called in an epoch"):
+        beginning.expect_no_epoch(["total"])
+    beginning.batch()
+    beginning.expect_no_epoch(["center"])  # whose shape a batch gives

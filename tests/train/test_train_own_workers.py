@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 from own_loops import begin_attempt, new_run, tensors
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from train_ranks import run_ranks
 from waiting import wait_for
 
@@ -63,6 +64,23 @@ def test_workers_that_the_program_has_used_before_are_not_taken_over() -> None:
     assert [float(batch.sum()) for (batch,) in own] == [0.0, 0.0]
 
 
+class SlowFirst(Dataset[int]):
+    """Samples of which the first is ready last."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.5 * (index == 0))
+        return index
+
+
+def test_batches_come_in_order_whichever_worker_is_ready_first() -> None:
+    own = DataLoader(SlowFirst(), num_workers=2)
+    own.in_order = False  # an argument since torch 2.6
+    assert [int(batch) for batch in LoaderCopy(own)] == [0, 1, 2, 3]
+
+
 @pytest.mark.timeout(60)
 def test_a_worker_that_ends_is_told_with_its_status() -> None:
     copied = LoaderCopy(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, worker_init_fn=lambda _: os._exit(7)))
@@ -92,7 +110,7 @@ def test_a_rank_forks_only_when_no_thread_holds_the_lock_that_its_worker_would_w
 # Tells its workers, and is killed.
 KILLED = """
 import multiprocessing, os, signal, sys, torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 
 if __name__ == "__main__":

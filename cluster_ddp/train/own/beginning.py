@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 from cluster_ddp.train.errors import TrainError
 
@@ -48,6 +49,22 @@ class Beginning:
         """Call when the loop takes a batch."""
         self.awaits_batches = False
         self._runs_in = threading.get_ident()
+
+    def expect_no_epoch(self, kept: Iterable[str]) -> None:
+        """Call when the program keeps values, with their names.
+
+        Raises
+        ------
+        TrainError
+            An epoch has begun, and none of its batches: the next epoch would keep them again.
+        """
+        if self.awaits_batches and not self._is_awaited:
+            names = list(kept)
+            raise TrainError(
+                f"run.keep({', '.join(f'{name}=...' for name in names)}) is called in an epoch, before its batches, "
+                "and so again in the next one: each call gives the initial value, in the place of which a resume puts "
+                f"the saved one. Call it once, before the loop, and set kept.{names[0]} where the epoch begins"
+            )
 
     def expect_batch(self) -> None:
         """Call at an update.

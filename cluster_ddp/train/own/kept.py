@@ -58,8 +58,19 @@ class KeptValues:
         return tensors_in(self.values)
 
     def add(self, initial: dict[str, Any]) -> Kept:
-        """Keep these; restored values take precedence over the initial ones."""
+        """Keep these; restored values take precedence over the initial ones.
+
+        Raises
+        ------
+        TrainError
+            A value cannot be saved, or there is one of this name.
+        """
         for name, value in initial.items():
+            if name in self._given:
+                raise TrainError(
+                    f"run.keep({name}=...) is called again: each call gives the initial value, in the place of which a "
+                    f"resume puts the saved one. Call it once, before the loop, and set kept.{name} in the loop"
+                )
             _expect_that_it_can_be_kept(name, value)
             self._given[name] = self.values[name] = value
             self._put_back(name)

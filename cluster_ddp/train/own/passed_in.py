@@ -21,7 +21,6 @@ from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrappers import bare_of, ddp_of
 from cluster_ddp.train.own.wrapping import refuse_sharded, refuse_unobservable, refuse_unwrapped
-from cluster_ddp.train.own.zero_gradients import ZeroGradients
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -191,8 +190,7 @@ class PassedIn:
         values = [weight.detach().to("cpu", copy=True) for weight in weights]
         parameters = [weight for weight in weights if isinstance(weight, nn.Parameter)]
         are_trained = [weight.requires_grad for weight in parameters]
-        gradients = ZeroGradients(parameters)
-        have_gradients = gradients.found()
+        gradients = [weight.grad for weight in parameters]  # of zeros; DDP may have to find these very tensors
 
         def put_back() -> None:
             for weight, value in zip(weights, values, strict=True):
@@ -200,7 +198,9 @@ class PassedIn:
                     weight.data.copy_(value)
             for weight, is_trained in zip(parameters, are_trained, strict=True):
                 weight.requires_grad_(is_trained)
-            gradients.restore(have_gradients)
+            for weight, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None and weight.grad is None and weight.requires_grad:
+                    weight.grad = gradient.zero_()
             for thing, state in zip(others, states, strict=True):
                 thing.load_state_dict(state)
             for put_back_state in put_back_states:

@@ -18,7 +18,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.data.order import Order
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.log import Report, open_report
-from cluster_ddp.train.model import settle_layout
+from cluster_ddp.train.model import put_gradients_in_buckets, settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.blocks import Block, expect_group
 from cluster_ddp.train.own.data.batches import Batches, batches_of, same_on_all_ranks
@@ -185,6 +185,8 @@ class ScriptRun:
         -------
         An object with these attributes, to read and to set: ``kept = run.keep(best=0.0)``, ``kept.best = accuracy``.
         """
+        if self._loop is not None:
+            self._loop.beginning.expect_no_epoch(values)
         return self._kept.add(values)
 
     # Loops that mark where each step begins and ends.
@@ -330,6 +332,9 @@ class ScriptRun:
         )
         fresh = FreshState(state, passed_in.model, passed_in.optimizers[0], AlreadyChecked, self.world)
         self._begin(passed_in.model, state, passed_in.stepping, order, order.total, fresh)
+        if self.step:
+            for module in passed_in.wrapped:
+                put_gradients_in_buckets(module, self.world.world_size)
         for optimizer in passed_in.stepping:
             if unfrozen:
                 optimizer.register_step_pre_hook(lambda *_: unfrozen.check())

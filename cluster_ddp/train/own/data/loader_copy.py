@@ -51,6 +51,7 @@ class LoaderCopy:
             self.put(__class__=DataLoader, persistent_workers=self.inner.num_workers > 0)
         # Persistent workers that the program has already used hold its data set; they exit when it drops them.
         self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn), _iterator=None)
+        self.put(in_order=True)  # else each batch is trained on when its worker happens to be ready
         self._workers: list[BaseProcess] = []
         self._before: set[BaseProcess] = set()
 

@@ -5,7 +5,8 @@ carried, copies, overlooked, queues,     state that steps change but that was no
 schedulers, gradients, sources, counts,
 elsewhere, rounds, in_loss, in_functions,
 remembered, before_batches, other_handlers
-taking, other_loaders, changed_data      how the loop reads its data
+taking, other_loaders, other_workers,    how the loop reads its data
+changed_data
 mode                                     a model left in evaluation mode
 other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize
 

@@ -22,6 +22,7 @@ from cluster_ddp.train.own.watch.in_loss import watch_in_loss
 from cluster_ddp.train.own.watch.other_handlers import watch_other_handlers
 from cluster_ddp.train.own.watch.other_loaders import watch_other_loaders
 from cluster_ddp.train.own.watch.other_optimizers import watch_other_optimizers
+from cluster_ddp.train.own.watch.other_workers import watch_other_workers
 from cluster_ddp.train.own.watch.overlooked import watch_overlooked
 from cluster_ddp.train.own.watch.queues import watch_queues
 from cluster_ddp.train.own.watch.remembered import watch_remembered
@@ -94,6 +95,7 @@ def _watches(
     return [
         *([watch_sources(loop.kept, report)] if loader is None else []),
         watch_other_loaders(None if batches is None else batches.data, report),
+        watch_other_workers(None if batches is None else batches.data, report),
         watch_overlooked(kept, seeded, report, remedy),
         watch_copies(passed_in, loop.kept, report),
         watch_other_optimizers(passed_in, report),
