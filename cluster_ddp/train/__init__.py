@@ -4,20 +4,18 @@ task, trainer, session            what a user writes, the training loop, and wha
 step, update, nonfinite           from losses to gradients, to new weights or a skipped step, to the end if too many are
 optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
 model, buffers, ema               the network and DDP, its buffers, the average of its weights
-recomputing, compiling            activation checkpointing; whether torch goes on compiling
-first_steps                       whether all gradients are summed over the ranks
+recomputing                       activation checkpointing
 saving, overlap                   when to save, and what may go on meanwhile
-unsaved                           what training changes and no checkpoint contains
 repeated                          steps that a resume repeats, compared with what they were before
 randomness                        seeds, and the generators that objects hold
-refusals, unsuited_optimizers, errors   what is refused early, and the errors of a rank
+errors                            the errors of a rank
 task_rank, public                 ranks that train a task, the public names
 probe, profiling                  could a task start, asked on the login node; train.profile
 
-data/        samples and their order        metrics/   what is logged
-state/       what checkpoints hold          objects/   what the user's objects hold
-ranks/       processes that train together  own/       custom training loops
-evaluation/  what is measured on data that is not trained on
+data/        samples and their order         metrics/   what is logged
+state/       what checkpoints hold           objects/   what the user's objects hold
+ranks/       processes that train together   own/       custom training loops
+evaluation/  what is measured on other data  checks/    what is refused or told early
 
 The public names are listed in `cluster_ddp.train.public` and imported lazily: login nodes import this package without
 torch.

@@ -19,18 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from cluster_ddp.job import TrainSpec
+from cluster_ddp.train.checks.unsuited_models import (
+    refuse_dtypes,
+    refuse_scripted,
+    refuse_sparse,
+    refuse_trained_in_8_bits,
+)
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.objects.held import hooks_of_tensor
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.ranks.distributed import World
 from cluster_ddp.train.recomputing import checkpoint_blocks
-from cluster_ddp.train.refusals import (
-    refuse_dtypes,
-    refuse_scripted,
-    refuse_sparse,
-    refuse_trained_in_8_bits,
-)
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()

@@ -23,14 +23,14 @@ from cluster_ddp.run.directory import RunDirectory, step_name
 from cluster_ddp.run.events import CHECKPOINT, WARNING, EventWriter
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.unfinished import SAVES_APART, seconds_between_saves
+from cluster_ddp.train.checks.differences import refuse_different_state
+from cluster_ddp.train.checks.unsaved import UnsavedChanges
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.ranks.communicating import IN_CHECKS, Alone
 from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object, store_of_ranks
-from cluster_ddp.train.refusals import refuse_different_state
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
-from cluster_ddp.train.unsaved import UnsavedChanges
 
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 

@@ -26,6 +26,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import PERSON, SAVE_AND_END
+from cluster_ddp.train.checks.differences import refuse_differences
 from cluster_ddp.train.data.order import Order
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.ranks.distributed import (
@@ -39,7 +40,6 @@ from cluster_ddp.train.ranks.failure import record_failure
 from cluster_ddp.train.ranks.meeting import meet_in
 from cluster_ddp.train.ranks.process import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.ranks.stop import AT_ONCE, StopConsensus, StopDecision
-from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.repeated import RepeatedSteps
 from cluster_ddp.train.saving import Saving
 from cluster_ddp.train.state.selfcheck import check_taken_back, lost_between_ranks, no_longer_there

@@ -17,7 +17,8 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
-from cluster_ddp.train.compiling import Compiling
+from cluster_ddp.train.checks.step_checks import StepChecks
+from cluster_ddp.train.checks.unsuited_optimizers import refuse_other_passes
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.sets import ids_of_sets
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
@@ -26,7 +27,6 @@ from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation.evaluate import BeforeEvaluation, Evaluation, FrozenWeights, mark_of
 from cluster_ddp.train.evaluation.metric_names import metric_names
 from cluster_ddp.train.evaluation.weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
-from cluster_ddp.train.first_steps import FirstSteps
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_layouts, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
@@ -39,13 +39,11 @@ from cluster_ddp.train.ranks.communicating import IN_PREPARE, Alone, Communicati
 from cluster_ddp.train.ranks.distributed import all_gather_object, barrier, describe_ranks, find_world
 from cluster_ddp.train.ranks.process import RankProcess
 from cluster_ddp.train.ranks.stop import AT_ONCE
-from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients
 from cluster_ddp.train.task import Task, expect_type
-from cluster_ddp.train.unsuited_optimizers import refuse_other_passes
 from cluster_ddp.train.update import Update
 
 Batches = Iterator[tuple[MicroBatch, Any]]
@@ -132,7 +130,7 @@ class Trainer:
                 self.buffers.send()
                 self.buffers.keep()
                 self.overlap.begin()
-                self.compiling.begin()
+                self.checks.begin()
                 if not self.overlap.is_allowed:
                     self.session.saving.wait_for_staging()
 
@@ -142,9 +140,8 @@ class Trainer:
                 continue
 
             self.gradients.finish()
-            self.first_steps.end()
+            self.checks.check_gradients()
             self.session.repeated.note_gradients(micro.step + 1, self.model.parameters())
-            self.frozen_layers.check()
             self.overlap.end()
             # Checks earlier updates only: on a GPU their results have arrived by now, so the host need not wait.
             skipped = self.nonfinite.check(micro.step)
@@ -156,8 +153,7 @@ class Trainer:
             if self.ema is not None:
                 self.ema.update(was_skipped)  # averages the updated weights
             self.profiler.end(micro.step)  # includes only what every step does
-            self.single_samples.end()
-            self.compiling.end(micro.step + 1)
+            self.checks.end(micro.step + 1)
 
             decision = self.session.end_step()
             self.log.end(micro.step + 1, micro.epoch, self.update, self.schedule.lr(micro.step - skipped))
@@ -171,7 +167,7 @@ class Trainer:
         """Add the gradients of a micro-batch."""
         self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
         with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
-            with self.precision.autocast(), self.first_steps.computing():
+            with self.precision.autocast(), self.checks.computing():
                 loss = self.task.loss(self.wrapped, batch)
             self.gradients.backward(loss, micro, self.log.step_loss)
         if micro.last:
@@ -200,9 +196,6 @@ class Trainer:
         self.model = prepare_model(self._make_model(self.task), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
-        self.first_steps = FirstSteps(self.wrapped, self.session.warn, accumulates=self.plan.accumulation_steps > 1)
-        self.compiling = Compiling(self.session.warn)
-        self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
         self.precision = choose_precision(train, device)
 
     def _build_data(self) -> None:
@@ -210,7 +203,7 @@ class Trainer:
         self._seed(Use.TRAIN_DATA)
         self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.warn)
         order = self.stream.order if isinstance(self.stream, MapStream) else None
-        self.single_samples = SingleSamples(self.model, order, self.plan)
+        self.checks = StepChecks(self.model, self.wrapped, train, self.plan, order, self.session.warn)
         self._seed(Use.EVAL_DATA)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
         if self.evaluation is not None and self.ema is not None and (remark := self.ema.remark()) is not None:
@@ -304,7 +297,7 @@ class Trainer:
                 f"the weights are not those of a run of {total} steps"
             )
         self.session.saving.unsaved.note_restored()
-        self.single_samples.begin(self.step)
+        self.checks.resume(self.step)
         skipped, bad_in_a_row = self.state.counts.skipped, self.state.counts.bad_in_a_row
         self.update.restore(skipped, bad_in_a_row)
         if self.step:  # loss() may read the rate, which is still that of the last update

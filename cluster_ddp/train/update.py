@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.replicas import tensor_digests
+from cluster_ddp.train.checks.unsuited_optimizers import other_settings, refuse_without_closure, refuse_without_group
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
 from cluster_ddp.train.step import gradients_of
-from cluster_ddp.train.unsuited_optimizers import other_settings, refuse_without_closure, refuse_without_group
 
 
 class Update:

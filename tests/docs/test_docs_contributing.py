@@ -13,8 +13,8 @@ PACKAGE = PROJECT / "cluster_ddp"
 PAGE = (PROJECT / "docs/contributing.md").read_text()
 FOLDERS = (
     "job", "slurm", "run", "run/status", "run/requeue", "checkpoint", "launch", "launch/keeper", "launch/node",
-    "launch/torchrun", "train", "train/data", "train/state", "train/objects", "train/evaluation", "train/own",
-    "train/own/data", "train/own/watch", "submit", "cli",
+    "launch/torchrun", "train", "train/data", "train/state", "train/objects", "train/evaluation", "train/checks",
+    "train/own", "train/own/data", "train/own/watch", "submit", "cli",
 )  # fmt: skip
 ROOMS = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
 

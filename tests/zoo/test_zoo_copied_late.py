@@ -106,7 +106,7 @@ class CopiesAgain(Copies):
 def test_what_is_equal_to_something_saved_only_since_a_late_copy_is_told_unless_it_is_copied_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster_ddp.train.unsaved.MAX_NAMES", 20)
+    monkeypatch.setattr("cluster_ddp.train.checks.unsaved.MAX_NAMES", 20)
     assert told(Copies, tmp_path / "late", capfd, steps=4) == [
         "Copies.anchor_of_class", "task.anchor", "task.anchors", "task.averages", "task.first", "task.former_centre",
         "task.former_stage", "task.mean", "task.rates", "task.start", "task.switch", "task.target",

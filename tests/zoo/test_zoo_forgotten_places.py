@@ -146,7 +146,7 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr(Configuration, "__module__", "transformers.configuration_utils")
     monkeypatch.setattr(Generation, "__module__", "transformers.generation.configuration_utils")
-    monkeypatch.setattr("cluster_ddp.train.unsaved.MAX_NAMES", 30)
+    monkeypatch.setattr("cluster_ddp.train.checks.unsaved.MAX_NAMES", 30)
     names = told(Elsewhere, tmp_path / "runs", capfd)
     assert names == [
         "Counter.seen", "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.config",

@@ -125,7 +125,7 @@ class ChangesLate(ZooTask):
 def test_a_late_flag_or_number_that_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster_ddp.train.unsaved.MAX_NAMES", 10)
+    monkeypatch.setattr("cluster_ddp.train.checks.unsaved.MAX_NAMES", 10)
     assert told(ChangesLate, tmp_path, capfd) == [
         "task.begun", "task.chosen", "task.hard", "task.level", "task.new_size", "task.size", "task.stages",
         "task.steps_of_epoch",

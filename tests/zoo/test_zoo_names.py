@@ -104,7 +104,7 @@ class SavesBegun(Begins):
 def test_a_name_that_begins_to_refer_to_something_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster_ddp.train.unsaved.MAX_NAMES", 20)
+    monkeypatch.setattr("cluster_ddp.train.checks.unsaved.MAX_NAMES", 20)
     names = [
         "task.chosen", "task.criterion_now", "task.first_layer", "task.generator", "task.level_now", "task.size",
         "task.table",

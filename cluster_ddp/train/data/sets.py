@@ -11,11 +11,12 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.objects.inner_parts import elements, has_attributes, length
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.objects.whose_code import is_of_user
@@ -46,6 +47,16 @@ def fetches_by_batch(data: Dataset[Any]) -> bool:
         if "__getitem__" in vars(kind):
             return False
     return callable(getattr(data, "__getitems__", None))
+
+
+def refuse_loader(data: object, method: str) -> None:
+    """Raise a `DataError` if a task method returned a DataLoader instead of a data set."""
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"{method} returned a DataLoader; return its data set: the trainer makes the batches itself, "
+            "from train.batch_size, train.workers and collate() of the task. A data set can make the choices of a "
+            "sampler, such as by weights, in __getitem__"
+        )
 
 
 def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], list[Subset[Any]]]:

@@ -20,12 +20,12 @@ from cluster_ddp.train.data.fetch import LOOK, Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.made_from import NOT_PUT_BACK, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch, Order, SampleStream, rank_micro_batches
+from cluster_ddp.train.data.sets import refuse_loader
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.objects.held import enclosing_methods
 from cluster_ddp.train.objects.surroundings import variables_around
 from cluster_ddp.train.randomness import Use
 from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object
-from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.task import Task
 

@@ -20,13 +20,13 @@ from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.data.sets import refuse_loader
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.objects.contents import contents
 from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
 from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object
-from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.stateful import are_alike, copied
 from cluster_ddp.train.state.training import State

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cluster_ddp.train.checks.unsuited_optimizers import refuse_unfinished, refuse_without_group
 from cluster_ddp.train.optimizer import HasGroups, parameters_of
 from cluster_ddp.train.task import Task, expect_type
-from cluster_ddp.train.unsuited_optimizers import refuse_unfinished, refuse_without_group
 
 
 class Switching(HasGroups, Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
+from cluster_ddp.train.checks.differences import MODULE_BUFFERS
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.objects.comparing import equal_bits
@@ -22,7 +23,6 @@ from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrappers import bare_of, ddp_of
 from cluster_ddp.train.own.wrapping import refuse_sharded, refuse_unobservable, refuse_unwrapped
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.optimizer import OptimizerState
 
 _DEPTH = 4  # how deep to search an optimizer for inner ones

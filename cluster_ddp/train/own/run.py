@@ -15,6 +15,7 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
+from cluster_ddp.train.checks.unsuited_models import refuse_dtypes, refuse_sparse
 from cluster_ddp.train.data.order import Order
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.log import Report, open_report
@@ -41,7 +42,6 @@ from cluster_ddp.train.own.watch.unfrozen import Unfrozen
 from cluster_ddp.train.own.wrapping import refuse_single_process
 from cluster_ddp.train.ranks.distributed import find_world
 from cluster_ddp.train.ranks.process import RankProcess
-from cluster_ddp.train.refusals import refuse_dtypes, refuse_sparse
 from cluster_ddp.train.session import Session
 from cluster_ddp.train.state.stateful import Stateful
 from cluster_ddp.train.state.training import State

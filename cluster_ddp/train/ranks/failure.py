@@ -24,11 +24,11 @@ from cluster_ddp.run.causes import cause_of_message, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events_of
 from cluster_ddp.run.phase import Phase
+from cluster_ddp.train.checks.remedies import FIND_UNUSED
+from cluster_ddp.train.checks.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
 from cluster_ddp.train.objects.whose_code import is_library_file, is_our_file
 from cluster_ddp.train.ranks.distributed import World, store_of_ranks
 from cluster_ddp.train.ranks.process import RankProcess
-from cluster_ddp.train.refusals import FIND_UNUSED
-from cluster_ddp.train.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
+from cluster_ddp.train.checks.unsuited_models import refuse_expanded
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.objects.packing import Unpacker
 from cluster_ddp.train.optimizer import parameters_of
-from cluster_ddp.train.refusals import refuse_expanded
 
 
 class ModelState:

@@ -22,7 +22,6 @@ from cluster_ddp.train.objects.attributes import Attributes
 from cluster_ddp.train.objects.comparing import equal_bits
 from cluster_ddp.train.objects.kinds import kind_of
 from cluster_ddp.train.objects.packing import comparable, without_words
-from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import EXTRA, Collected, State
 from cluster_ddp.words import listed
@@ -32,7 +31,8 @@ _MAX_TEXT = 120  # maximum length of each, in characters
 _REMEDIES = {
     "model": "convert the model (.to(), .half()) before it is passed in; register buffers in __init__ with their "
     "final shape, and change them in place (copy_, add_); state_dict() of a module must return the tensors "
-    "themselves. " + SHAPED_BY_A_BATCH,
+    "themselves. A buffer that takes its shape from the first batch, as the observers of quantization-aware training "
+    "do, has its final shape if model() runs a batch through the model",
     "names": "all parameters must be in their places under their names before the optimizer is made: in your own loop "
     "also before run.resumable() or run.steps(). To prune in training, put masks there with prune.identity(layer, "
     "'weight'), and set them later by layer.weight_mask.copy_(mask)",

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cluster_ddp.train.checks.differences import refuse_differences
+from cluster_ddp.train.checks.remedies import CALL_IT, FIND_UNUSED
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.model import is_settled
 from cluster_ddp.train.objects.comm_hooks import watch_comm_hooks
 from cluster_ddp.train.ranks.distributed import all_gather_object
-from cluster_ddp.train.refusals import CALL_IT, FIND_UNUSED, refuse_differences
 from cluster_ddp.words import listed
 
 Versions = dict[str, tuple[Tensor, int]]  # gradients by name, with a number that grows where something is added
