@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import OrderedDict
 from functools import partial
@@ -269,7 +270,17 @@ class HooksWhatItHas(Plain):
         return super().model()
 
 
-def test_hooks_that_model_gives_to_what_the_task_has_are_not_doubled_by_the_checks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_hooks_that_model_gives_to_what_the_task_has_are_not_doubled_by_the_checks(
+    has_thread: bool, tmp_path: Path
+) -> None:
+    done = threading.Event()
+
+    def read_ahead() -> None:
+        done.wait(60)
+
+    if has_thread:
+        threading.Thread(target=read_ahead, daemon=True).start()
     settings: dict[str, Any] = {"train": {"steps": 3, "global_batch": 24}}
     of_all = nn.modules.module._global_forward_pre_hooks
     task = HooksWhatItHas()
@@ -279,3 +290,4 @@ def test_hooks_that_model_gives_to_what_the_task_has_are_not_doubled_by_the_chec
         assert [len(hooks or {}) for hooks in (task.teacher._forward_hooks, of_weight, of_all)] == [1, 1, 1]
     finally:
         of_all.clear()
+        done.set()

@@ -31,37 +31,38 @@ _LISTS = (list, set, collections.deque)
 
 _Kept = tuple[Any, Any, bool]
 """A place, what it held, and whether it is the user's."""
-_Hooks = tuple[Tensor, dict[str, dict[Any, Any]]]
-"""A tensor, and the hooks that it had."""
 
 
 @contextlib.contextmanager
 def undone(task: object) -> Iterator[None]:
     """Restore afterwards what the attributes of the task and of other objects of the user's hold, and their modules.
 
-    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models, optimizers and
-    hooks, since others may change the rest meanwhile, and so may threads of the user's. The contents of tensors are not
-    restored.
+    Covers their lists, dicts, sets and namespaces as well; in what belongs to libraries, only models and optimizers,
+    since others may change the rest meanwhile, and so may threads of the user's. Hooks are always restored. The
+    contents of tensors are not.
     """
-    parts, kept = _kept([task, *global_hooks()], lambda part: is_of_user(type(part).__module__) or are_hooks(part))
-    hooks = _hooks_of_tensors(parts)
+    parts, kept = _kept([task], lambda part: is_of_user(type(part).__module__))
+    hooks = [(held, dict(held)) for held in (*global_hooks(), *_hooks_in(parts))]
+    of_tensors = [
+        (tensor, {name: dict(held) for name, held in hooks_of_tensor(tensor).items()})
+        for tensor in parts
+        if isinstance(tensor, Tensor)
+    ]
     try:
         yield
     finally:
         _put_all_back(kept)
-        if not _has_threads():
-            _put_hooks_back(hooks)
+        for tensor, were in of_tensors:
+            hooks += [(held, were.get(name, {})) for name, held in hooks_of_tensor(tensor).items()]
+        for held, was in hooks:
+            _put_back(held, was, has_all=True)
 
 
-def _hooks_of_tensors(parts: Iterable[object]) -> list[_Hooks]:
-    weights = [part for part in parts if isinstance(part, Tensor)]
-    return [(weight, {name: dict(held) for name, held in hooks_of_tensor(weight).items()}) for weight in weights]
-
-
-def _put_hooks_back(hooks: list[_Hooks]) -> None:
-    for weight, were in hooks:
-        for name, held in hooks_of_tensor(weight).items():
-            _put_back(held, were.get(name, {}), has_all=True)
+def _hooks_in(parts: Iterable[object]) -> Iterator[Any]:
+    """The dicts of the hooks of modules and optimizers."""
+    for part in parts:
+        if isinstance(part, (nn.Module, Optimizer)):
+            yield from (value for value in list(vars(part).values()) if are_hooks(value))
 
 
 def _kept(holders: Iterable[object], is_own_object: Callable[[object], bool]) -> tuple[list[Any], list[_Kept]]:
