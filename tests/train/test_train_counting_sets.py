@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from train_tasks import Noisy
 
 from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.errors import DataError
 
@@ -74,6 +75,17 @@ def test_what_is_in_objects_is_compared(workers: int) -> None:
     fetcher = Fetcher(data, data.collate, 1, exact=True)
     with pytest.raises(DataError, match="differs when it is fetched again"):
         list(Loader(fetcher, [(0, np.arange(10))], lambda plan: plan, workers=workers, device=CPU))
+
+
+def test_an_object_may_refer_to_its_data_set() -> None:
+    data = Counts()
+    sample = Pictures(torch.zeros(2), "")
+    sample.whole = data  # type: ignore[assignment]
+    before = fingerprint(sample)
+    data.reads += 1
+    assert fingerprint(sample) == before
+    sample.inputs = torch.ones(2)
+    assert fingerprint(sample) != before
 
 
 TIMES: dict[int, int] = {}
