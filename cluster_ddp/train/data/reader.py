@@ -77,7 +77,7 @@ class Reader:
         do, or the first items draw from none of them.
         """
         around = generators_around(parts_of(self._data, self._collate))
-        holders = (self._data, getattr(self._collate, "__self__", None))
+        holders = (self._data, getattr(self._collate, "__self__", self._collate))
         of_set = OwnGenerators(self._data)
         self._generators = OwnGenerators(*holders, around=around, apart_from=of_set)
         try:

@@ -112,7 +112,7 @@ class SeededReads:
         self._around = {derive(*name.encode()): generator for name, generator in around.items()}
 
     def _held_generators(self) -> OwnGenerators:
-        return OwnGenerators(self._data, getattr(self._collate, "__self__", None))
+        return OwnGenerators(self._data, getattr(self._collate, "__self__", self._collate))
 
     def _watched(self, read: Callable[[], Any]) -> Any:
         """Call `read`; if it draws from a generator at the top level of a module, again with all generators seeded."""
