@@ -36,6 +36,11 @@ def fingerprint(value: Any) -> int:
     return _fingerprint(value, ())
 
 
+def fingerprint_without_objects(value: Any) -> int:
+    """The same without attributes, which an object may compute when they are first asked for: by its type only."""
+    return _fingerprint(value, (0,) * _DEPTH)
+
+
 def drawn_to(generator: Any) -> int:
     """A number that changes with each draw from a generator; 0 for `SystemRandom`, which has no state."""
     if isinstance(generator, random.SystemRandom):
