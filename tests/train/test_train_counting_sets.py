@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from train_tasks import Noisy
 
-from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.fetch import LOOK, Fetcher
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.errors import DataError
 
@@ -74,6 +75,41 @@ def test_what_is_in_objects_is_compared(workers: int) -> None:
     fetcher = Fetcher(data, data.collate, 1, exact=True)
     with pytest.raises(DataError, match="differs when it is fetched again"):
         list(Loader(fetcher, [(0, np.arange(10))], lambda plan: plan, workers=workers, device=CPU))
+
+
+def test_an_object_may_refer_to_its_data_set() -> None:
+    data = Counts()
+    sample = Pictures(torch.zeros(2), "")
+    sample.whole = data  # type: ignore[assignment]
+    before = fingerprint(sample)
+    data.reads += 1
+    assert fingerprint(sample) == before
+    sample.inputs = torch.ones(2)
+    assert fingerprint(sample) != before
+
+
+class Measuring(Noisy):
+    """Gives objects that it keeps, and that compute something when they are collated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures = [Pictures(inputs, "") for inputs in self.inputs]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pictures[index]
+
+    def collate(self, items: list[Any]) -> Any:
+        for item in items:
+            item.name = item.name or str(item.inputs.norm())
+        return items
+
+
+def test_what_objects_compute_when_they_are_collated_is_no_change() -> None:
+    data = Measuring()
+    fetcher = Fetcher(data, data.collate, 1, exact=True)
+    seen = fetcher(LOOK, np.arange(4))
+    fetcher(0, np.arange(10))
+    assert fetcher(LOOK, np.arange(4)) == seen
 
 
 TIMES: dict[int, int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from train_tasks import CPU, SAMPLES, Noisy, Plain, fetch, job, numbered, samples, train
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from train_tasks import (
+    CPU,
+    SAMPLES,
+    Noisy,
+    Plain,
+    differences,
+    fetch,
+    final_state,
+    job,
+    new_run,
+    numbered,
+    samples,
+    train,
+)
 
 from cluster_ddp.train import DataError
 from cluster_ddp.train.data.fetch import Fetcher
@@ -50,6 +64,37 @@ def test_each_copy_of_a_sample_in_a_subset_draws_numbers_of_its_own() -> None:
     last = SAMPLES - 1
     ((_, labels),) = fetch(Subset(Noisy(), [-1, last, -1, 0]), (0, [0, 1, 2, 3]))
     assert torch.equal(labels, Noisy().labels[[last, last, last, 0]])
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*samples(), strict=True)
+
+
+class Masking:
+    """An object that collates, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(1)
+
+    def __call__(self, items: list[Any]) -> Any:
+        inputs, labels = default_collate(items)
+        return inputs * float(self.generator.random()), labels
+
+
+@pytest.mark.parametrize("data", [Noisy(), Streamed()])
+def test_a_generator_of_an_object_that_collates_is_seeded(data: Any, tmp_path: Path) -> None:
+    def task() -> Plain:
+        made = Plain()
+        made.collate, made.train_data = Masking(), lambda: data  # type: ignore[method-assign]
+        return made
+
+    sections = {"train": {"steps": 6, "global_batch": 12}}
+    whole, _ = train(task(), job(**sections), new_run(tmp_path / "calm", **sections))
+    broken = new_run(tmp_path / "broken", **sections)
+    train(task(), job(**sections), broken, stop_at=3)
+    part, _ = train(task(), job(**sections), broken, attempt=1)
+    assert differences(final_state(whole), final_state(part)) == []
 
 
 def test_tensors_are_fetched_by_batch() -> None:

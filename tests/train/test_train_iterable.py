@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ class Filtering(Skipping):
 
 
 class Streaming(Plain):
-    def __init__(self, data: type[IterableDataset[Any]]) -> None:
+    def __init__(self, data: Callable[[], IterableDataset[Any]]) -> None:
         self.data = data
 
     def train_data(self) -> Dataset[Any]:
@@ -83,6 +85,56 @@ def test_a_skip_that_counts_other_items_is_not_used(tmp_path: Path) -> None:
     train(Streaming(Filtering), job(**sections), broken, stop_at=2)
     part, _ = train(Streaming(Filtering), job(**sections), broken, attempt=1)
     assert differences(final_state(whole), final_state(part)) == []
+
+
+class Flipping(IterableDataset[Any]):
+    """Rarely flips an item, by a generator of its own, and none of the first."""
+
+    def __init__(self, kind: str) -> None:
+        self.inputs, self.labels = samples()
+        self.rng = random.Random(0) if kind == "random" else np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(50):
+            is_flipped = self.rng.random() < 0.3 and index > 5
+            yield self.inputs[index].flip(0) if is_flipped else self.inputs[index], self.labels[index]
+
+
+class Restarting(Flipping):
+    """Restarts the generator with each pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rng = random.Random(0)
+        yield from super().__iter__()
+
+
+class FlippingLate(Flipping):
+    """Draws nothing for the first items."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(50):
+            is_flipped = index > 5 and self.rng.random() < 0.3
+            yield self.inputs[index].flip(0) if is_flipped else self.inputs[index], self.labels[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("data", "kind"), [(Flipping, "random"), (Flipping, "numpy"), (Restarting, "random")])
+def test_a_generator_of_a_set_that_its_first_items_do_not_show_is_seeded(
+    data: type[Flipping], kind: str, workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sections = {"train": {"steps": 10, "global_batch": 12, "workers": workers}}
+    make = functools.partial(data, kind)
+    whole, _ = train(Streaming(make), job(**sections), new_run(tmp_path / "calm", **sections))
+    broken = new_run(tmp_path / "broken", **sections)
+    train(Streaming(make), job(**sections), broken, stop_at=6)
+    part, _ = train(Streaming(make), job(**sections), broken, attempt=1)
+    assert differences(final_state(whole), final_state(part)) == []
+    assert "different items after a pass" not in capfd.readouterr().err
+
+
+def test_a_generator_from_which_the_first_items_do_not_draw_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    train(Streaming(lambda: FlippingLate("random")), job(train={"steps": 10, "global_batch": 12}))
+    assert "returns different items after a pass than before it" in capfd.readouterr().err
 
 
 def _offsets(lines: str) -> list[int]:

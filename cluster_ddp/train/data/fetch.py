@@ -127,7 +127,7 @@ class Fetcher(SeededReads):
         def read() -> int:
             seen = fingerprint(self._read(epoch, indices))
             self._own = self._held_generators()  # collate() may make one when it is called, as collators with a seed do
-            numbers.append(Numbers(self._data, getattr(self._collate, "__self__", None)))
+            numbers.append(Numbers(self._data, getattr(self._collate, "__self__", self._collate)))
             return seen
 
         found = settled(read)

@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from cluster_ddp.train.objects.inner_parts import can_be_seen, inner_parts
 
 # How often threads are given a chance to draw in another order: few readings show it where they wait for nothing.
 _READINGS, _SECONDS_OF_READING = 50, 1.0
 _DEPTH = 10  # how deep objects are searched
-_WITHOUT_CONTENT = (type, ModuleType, FunctionType, MethodType, functools.partial)  # what they refer to is no content
+# What they refer to is no content of a sample; sets and networks are large, too.
+_WITHOUT_CONTENT = (type, ModuleType, FunctionType, MethodType, functools.partial, Dataset, nn.Module)
 _SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
     torch.sparse_coo: lambda tensor: (tensor.coalesce().indices(), tensor.coalesce().values()),
     torch.sparse_csr: lambda tensor: (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
@@ -32,6 +34,11 @@ _SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
 def fingerprint(value: Any) -> int:
     """Hash the tensors, arrays, numbers and strings in a value and in attributes; of the rest, only the types count."""
     return _fingerprint(value, ())
+
+
+def fingerprint_without_objects(value: Any) -> int:
+    """The same without attributes, which an object may compute when they are first asked for: by its type only."""
+    return _fingerprint(value, (0,) * _DEPTH)
 
 
 def drawn_to(generator: Any) -> int:

@@ -17,7 +17,7 @@ from cluster_ddp.job import BatchPlan
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.another_worker import in_copy_of_worker
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES, try_collate
-from cluster_ddp.train.data.fingerprint import fingerprint, settled
+from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.loader import make_sendable
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.seeded_reads import Collate
@@ -62,6 +62,8 @@ class Reader:
         self._drawn: list[tuple[float, ...]] = []  # the generators' next numbers after each item read last
         self._threads = False  # whether the set reads in its own threads
         self._generators = OwnGenerators()
+        self._at_first: list[int] = []  # how far those of the set were after its first items
+        self._are_restarted = True  # whether they are there again after reading these once more
         self._has_tried_collate = getattr(collate, "__func__", collate) in DEFAULT_COLLATES
         self._untouched: Reader | None = None  # one that has a copy of the set
         piece = plan.micro_batch * plan.accumulation_steps
@@ -71,15 +73,17 @@ class Reader:
     def try_set(self) -> int:
         """Read the first items until two readings agree, and return their fingerprint; else raise a `DataError`.
 
-        The generators that the set holds are seeded only if it does not restart them itself with each pass, as sets
-        that shuffle do.
+        The generators that the set holds are seeded unless it restarts them itself with each pass, as sets that shuffle
+        do, or the first items draw from none of them.
         """
         around = generators_around(parts_of(self._data, self._collate))
-        holders = (self._data, getattr(self._collate, "__self__", None))
+        holders = (self._data, getattr(self._collate, "__self__", self._collate))
         of_set = OwnGenerators(self._data)
         self._generators = OwnGenerators(*holders, around=around, apart_from=of_set)
         try:
-            return self._try_as_seeded()
+            found = self._try_as_seeded()
+            if self._are_restarted:
+                return found
         except DataError:
             if not of_set:
                 raise
@@ -88,14 +92,17 @@ class Reader:
 
     def _try_as_seeded(self) -> int:
         draws: list[list[tuple[float, ...]]] = []
+        places: list[list[int]] = []
 
         def read() -> int:
             found = fingerprint(self._fingerprints(0, 0, _TRIED))
             draws.append(self._drawn[1:])  # the first item may initialise the set
+            places.append(self._places())
             return found
 
         there = self._elsewhere()
         first = settled(read)
+        self._at_first, self._are_restarted = places[-1], places[-1] == places[-2]
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
                 f"the training set ({type(self._data).__name__}) reads in its own threads, and draws random numbers "
@@ -122,6 +129,10 @@ class Reader:
                 "__init__, or let an item depend only on the epoch and its place"
             )
         return first
+
+    def _places(self) -> list[int]:
+        """How far the generators that the set holds have come."""
+        return list(map(drawn_to, OwnGenerators(self._data)))
 
     def _elsewhere(self) -> int | None:
         """The fingerprint of the first items where others have been read before; None if that cannot be found out."""
@@ -194,7 +205,7 @@ class Reader:
 
     def _is_as_before(self, first: int) -> bool:
         """Warn if a pass begins with other items than before the passes so far, which a resume does not read again."""
-        if fingerprint(self._fingerprints(0, 0, _TRIED)) == first:
+        if fingerprint(self._fingerprints(0, 0, _TRIED)) == first and self._places() == self._at_first:
             return True
         if self._sharded or find_world().is_main:
             say(

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from cluster_ddp.errors import Cause
 from cluster_ddp.run.causes import cause_of_message
 from cluster_ddp.train.data.collating import DEFAULT_COLLATES
-from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
+from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint_without_objects
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.sets import (
     fetches_by_batch,
@@ -112,7 +112,7 @@ class SeededReads:
         self._around = {derive(*name.encode()): generator for name, generator in around.items()}
 
     def _held_generators(self) -> OwnGenerators:
-        return OwnGenerators(self._data, getattr(self._collate, "__self__", None))
+        return OwnGenerators(self._data, getattr(self._collate, "__self__", self._collate))
 
     def _watched(self, read: Callable[[], Any]) -> Any:
         """Call `read`; if it draws from a generator at the top level of a module, again with all generators seeded."""
@@ -132,13 +132,13 @@ class SeededReads:
                 seed_one(generator, mix(seed ^ name))
 
     def _look(self, places: Indices) -> int:
-        """The fingerprint of samples as in the first epoch, before collating."""
+        """The fingerprint of samples as in the first epoch, before collating, whichever have been read before."""
         if self._read == self._by_tensor:
-            return fingerprint(self._by_tensor(0, places))
+            return fingerprint_without_objects(self._by_tensor(0, places))
         if self._read == self._by_batch:
             self._seed(mix(self._base ^ mix(0)) ^ int(places[0]))
-            return fingerprint(self._data.__getitems__(places.tolist()))  # type: ignore[attr-defined]
-        return fingerprint(self._items(0, places.tolist()))
+            return fingerprint_without_objects(self._data.__getitems__(places.tolist()))  # type: ignore[attr-defined]
+        return fingerprint_without_objects(self._items(0, places.tolist()))
 
     def _row_bytes(self) -> list[int]:
         return [tensor[:1].nbytes for tensor in self._data.tensors]  # type: ignore[attr-defined]

@@ -89,10 +89,11 @@ def numbers_of_copies(positions: Indices) -> Indices | None:
 
     Added to the positions, they let each copy of a sample draw random numbers of its own.
     """
-    order = np.argsort(positions, kind="stable")
-    _, firsts, counts = np.unique(positions[order], return_index=True, return_counts=True)
-    if len(counts) == len(positions):
+    ordered = np.sort(positions)
+    if not (ordered[1:] == ordered[:-1]).any():
         return None
+    order = np.argsort(positions, kind="stable")
+    _, firsts, counts = np.unique(ordered, return_index=True, return_counts=True)
     occurrences = np.empty_like(positions)
     occurrences[order] = np.arange(len(positions)) - np.repeat(firsts, counts)
     return occurrences << _PLACE_BITS
