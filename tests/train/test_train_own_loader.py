@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from own_loops import (
     EPOCHS,
     LOADERS,
     SAMPLES,
     Images,
+    begin_attempt,
     failure,
     loop,
     new_run,
@@ -23,6 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 from train_ranks import run_ranks
 
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.train import join_run
 
 
 def as_one(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +111,34 @@ def test_more_epochs_go_on_where_a_completed_run_ended(tmp_path: Path) -> None:
 def longer(calm: Path, grown: Path) -> list[dict[str, Any]]:
     loop(grown, 0, "shuffled", epochs=1)
     return [loop(calm, 0, "shuffled"), loop(grown, 1, "shuffled")]
+
+
+def best_loaded(place: Path, attempt: int, steps: int, *, loads: bool) -> None:
+    """A loop after which the program loads the weights of an earlier step."""
+    begin_attempt(place, attempt)
+    with join_run() as run:
+        torch.manual_seed(5)
+        model = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        best = copy.deepcopy(model.state_dict())
+        for _ in run.steps(steps, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+        if loads:
+            model.load_state_dict(best)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_more_steps_from_weights_that_the_code_after_the_loop_has_loaded_are_told(loads: bool, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(best_loaded, 1, run.path, 0, 3, loads=loads)
+    run_ranks(best_loaded, 1, run.path, 1, 3, loads=loads)  # nothing is left to do
+    assert warnings_of(run) == []
+    run_ranks(best_loaded, 1, run.path, 2, 5, loads=loads)
+    assert [message.startswith("the code after the loop had changed the weights") for message in warnings_of(run)] == (
+        [True] if loads else []
+    )
 
 
 def test_fewer_epochs_than_before_are_told(tmp_path: Path) -> None:

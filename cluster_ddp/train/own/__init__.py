@@ -6,7 +6,8 @@ geometry                     which samples a step stands for, and whether an att
 passed_in, wrappers, kept,   what is saved: the objects the program passes in, without their wrappers, the values it
 twins, rank_buffers,         keeps, the buffers of which each rank has its own, and which weights have a gradient
 zero_gradients
-beginning, blocks, leaving   whether the loop runs in its block, how blocks ended, and how the ranks leave an epoch
+beginning, blocks, leaving,  whether the loop runs in its block, how blocks ended, how the ranks leave an epoch, and
+after_loop                   whether the code after the loop changes the weights
 skipped_updates, by_hand,    too many skipped updates, updates without the optimizer, and models distributed by
 wrapping                     something other than DDP
 program, values              what the program around a loop holds, and the tensors in a value

@@ -93,6 +93,7 @@ class ResumableLoader:
             self._changed.end()
             self._epoch, self._first = self._epoch + 1, 0
             self._loop.jump(self._epoch * self._geometry.steps)
+        self._loop.after_loop.begin()
         self._loop.rest(self._geometry.epochs)
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:

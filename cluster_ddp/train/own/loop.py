@@ -10,6 +10,7 @@ import torch
 
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.after_loop import GOES_ON_FROM_OTHERS, AfterLoop
 from cluster_ddp.train.own.beginning import Beginning
 from cluster_ddp.train.own.by_hand import UpdatesByHand
 from cluster_ddp.train.own.data.same_data import SameData
@@ -88,6 +89,8 @@ class Loop:
         Checks that the loop begins where it has to.
     leaving
         Where this rank waits for the others when it leaves an epoch or the loop.
+    after_loop
+        Notes whether code after the loop changes the weights.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Loop:
         self._is_updated = self._save_is_due = False
         self._waited = 0  # batches that a save or a stop has waited for an update
         self.leaving = Leaving(session.world, self.warn)
+        self.after_loop = AfterLoop(passed_in.model)
         self.beginning = Beginning(draws_itself=isinstance(geometry, Draws))
         self.before_save: Callable[[], None] = lambda: None
         self.after_step: Callable[[bool], None] = lambda updated: None
@@ -161,6 +165,7 @@ class Loop:
             "first numbers": self.first_numbers,
             "closed": self.is_closed,
             "finished": self._is_finished,
+            "changed after": self.after_loop.has_changed,
             "kept": self.kept.by_rank,
             "kept in place": self.kept.in_place,
             "buffers": self._rank_buffers.state_dict(),
@@ -200,6 +205,8 @@ class Loop:
                 "the epochs= (or the steps of run.steps) of the whole training in each attempt, not those that are left"
             )
         self.is_over = self._is_finished and total <= state["total"]
+        if self._is_finished and not self.is_over and state.get("changed after"):
+            self.warn(GOES_ON_FROM_OTHERS)
         self.kept.restore(state["kept"], state.get("kept in place", []))
 
     def _expect_same_deal(self, state: dict[str, Any]) -> None:
@@ -300,6 +307,7 @@ class Loop:
                 self.abandon()
                 raise
             self.end()
+        self.after_loop.begin()
         self.rest(0)
 
     def jump(self, step: int) -> None:
@@ -369,6 +377,7 @@ class Loop:
         """Save at the end of the block, after the code that follows the loop, unless the run was over already."""
         if not self.is_over:
             self._is_finished = self._is_dirty = True
+            self.after_loop.end()
             self.save()
 
     def _save_or_leave(self) -> None:
