@@ -83,6 +83,16 @@ def keep_generators() -> Iterator[None]:
         np.random.set_state(numpy_)
 
 
+def as_now(generator: Any) -> Callable[[], Any]:
+    """A function that brings this generator back to the state that it is in now."""
+    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
+
+
 def seed_host(seed: int) -> None:
     """Seed torch's CPU generator, Python's random and NumPy: about 7 us, and twice that between the steps of a loop."""
     # torch.manual_seed takes 97 us if CUDA is not initialised; the generator itself takes 1.2 us.

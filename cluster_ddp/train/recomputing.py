@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.objects.whose_code import is_library
-from cluster_ddp.train.randomness import GENERATORS, parts_of
+from cluster_ddp.train.randomness import GENERATORS, as_now, parts_of
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as the dicts of parameters and buffers
 _CHANGEABLE = (Tensor, np.ndarray, list, dict, set, collections.deque)
@@ -103,7 +103,7 @@ class _Held:
 
     def states(self) -> list[Callable[[], Any]]:
         """Functions that bring the generators back to where they are now; that of torch is not among them."""
-        own = [_state_of(generator) for generator in self._generators]
+        own = [as_now(generator) for generator in self._generators]
         if not self._own:  # modules of torch draw from no others
             return own
         python, numpy_ = random.getstate(), np.random.get_state()
@@ -177,12 +177,3 @@ def _put(attributes: _Attributes, states: list[Callable[[], Any]]) -> None:
         place.update(values)
     for restore in states:
         restore()
-
-
-def _state_of(generator: Any) -> Callable[[], Any]:
-    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
-        bits: Any = getattr(generator, "bit_generator", generator)
-        return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    return functools.partial(generator.set_state, generator.get_state())

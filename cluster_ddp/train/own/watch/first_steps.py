@@ -95,7 +95,7 @@ def _watches(
     return [
         *([watch_sources(loop.kept, report)] if loader is None else []),
         watch_other_loaders(None if batches is None else batches.data, report),
-        watch_other_workers(None if batches is None else batches.data, report),
+        watch_other_workers(loader, report),
         watch_overlooked(kept, seeded, report, remedy),
         watch_copies(passed_in, loop.kept, report),
         watch_other_optimizers(passed_in, report),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from cluster_ddp.train.data.fingerprint import drawn_to
+from cluster_ddp.train.data.sets import copied
+from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.objects.whose_code import is_ours
 from cluster_ddp.train.own.program import living
-from cluster_ddp.train.randomness import OwnGenerators, drawn, keep_generators, seed_host
+from cluster_ddp.train.randomness import OwnGenerators, as_now, drawn, keep_generators, seed_host
 
 _READ = 2  # samples
+_trained_with: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()  # by this loop, or by an earlier one
 
 
 def watch_other_workers(own: Any, warn: Callable[[str], None]) -> Iterator[None]:
@@ -25,12 +29,14 @@ def watch_other_workers(own: Any, warn: Callable[[str], None]) -> Iterator[None]
     Parameters
     ----------
     own
-        The data set of the loader whose position is saved, if there is one.
+        The loader whose position is saved, if there is one.
     warn
         Called with the message.
     """
     yield
-    trained_on = own, getattr(own, "_data", None)  # as it is read here, and as the program has it
+    if isinstance(own, DataLoader):
+        _trained_with.add(own)
+    trained_on = [loader.dataset for loader in _trained_with]
     names = {
         type(loader.dataset).__name__
         for loader in living(DataLoader)
@@ -53,12 +59,18 @@ def is_random(data: Any, collate: Callable[[Any], Any], *, in_batches: bool = Tr
     if isinstance(data, IterableDataset):
         return False
     with contextlib.suppress(Exception), keep_generators():
-        held = list(OwnGenerators(data, collate))
-        before = list(map(drawn_to, held))
+        held = [*OwnGenerators(data, collate), *generators_around([data, collate]).values()]
+        before, restoring = list(map(drawn_to, held)), list(map(as_now, held))
         seed_host(0)
         undrawn = drawn()
         seed_host(0)
-        samples = [data[index] for index in range(_READ)]
-        collate(samples if in_batches else samples[0])
-        return drawn() != undrawn or list(map(drawn_to, held)) != before
+        copy = copied(data)  # the program's is not to open here what its workers would share, such as a file
+        read = data if copy is None else copy
+        try:
+            samples = [read[index] for index in range(_READ)]
+            collate(samples if in_batches else samples[0])
+            return drawn() != undrawn or list(map(drawn_to, held)) != before
+        finally:
+            for restore in restoring:
+                restore()
     return False
