@@ -46,13 +46,23 @@ class Gradients:
         self._world_size = world_size
         self._on_cpu = device.type == "cpu"
         self._compressed = compressed and world_size > 1
+        self._is_weighed: bool | None = None  # whether loss() returned (sum, weight) before
         self._weight: Tensor | None = None
         self._spoilt: Tensor | None = None  # on a GPU: 0, or NaN if a loss of this step is not finite
         self._sums: list[dist.Work] = []  # pending all-reduces of the two above
 
     def backward(self, loss: Any, micro: MicroBatch, log: StepLoss | None) -> None:
-        """Add the gradients of one micro-batch; a `TaskError` if the loss is not a scalar or requires no gradient."""
-        if type(loss) is tuple:
+        """Add the gradients of one micro-batch.
+
+        Raises
+        ------
+        TaskError
+            The loss is not a scalar, requires no gradient, or on several ranks is sometimes a pair and sometimes not.
+        """
+        if self._world_size > 1 and self._is_weighed not in (None, type(loss) is tuple):
+            raise TaskError(MIXED)  # the other ranks would wait for a weight, or send one that nobody expects
+        self._is_weighed = type(loss) is tuple
+        if self._is_weighed:
             total = self._weighed(loss, micro, log)
             # DDP averages over the ranks; multiplying by their number gives the sum.
             factor: Tensor | float = float(self._world_size * bool(micro.samples))
@@ -159,6 +169,12 @@ class Gradients:
         work = dist.all_reduce(value, async_op=True)
         assert work is not None
         self._sums.append(work)
+
+
+MIXED = (
+    "loss() returned a scalar in some steps and a pair (sum, weight) in others, but on several ranks all have to "
+    "return the same in each step: return the pair (sum, 0) for a batch that has nothing to weigh"
+)
 
 
 def run_backward(loss: Tensor) -> None:

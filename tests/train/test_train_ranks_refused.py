@@ -96,6 +96,32 @@ def test_a_part_of_the_model_may_be_called_beside_it() -> None:
     assert run_ranks(all_ways, 2, ["partly", "without gradient"]) == [["", ""]] * 2
 
 
+class SometimesWeighed(Plain):
+    """Returns a scalar for a batch without labels, which only one rank has, in the third step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += 1
+        inputs, labels = batch
+        scores = model(inputs)
+        if self.calls == 3 and not is_main_process():
+            return scores.sum() * 0.0
+        return F.cross_entropy(scores, labels, reduction="sum"), len(labels)
+
+
+def weighed() -> str:
+    try:
+        train(SometimesWeighed(), job(train={"steps": 6, "global_batch": 24}))
+    except Exception as error:  # the other rank's connection ends
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_is_a_pair_on_some_ranks_only_is_refused() -> None:
+    assert "return the pair (sum, 0) for a batch that has nothing to weigh" in run_ranks(weighed, 2)[1]
+
+
 class Diverging(Plain):
     """From its fifth step on each rank changes a weight in a way of its own."""
 
