@@ -24,7 +24,7 @@ from zoo_models import CLASSES, FEATURES, mlp
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
 
-from cluster_ddp.train import unsaved
+from cluster_ddp.train.checks import unsaved
 
 
 class Normalises(nn.Module):
