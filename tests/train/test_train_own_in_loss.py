@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from watched_loops import batches
 
 from cluster_ddp.train.own.kept import KeptValues
-from cluster_ddp.train.own.watch.counts import watch_counts
-from cluster_ddp.train.own.watch.in_loss import watch_in_loss
-from cluster_ddp.train.own.watch.reported import Reported
-from cluster_ddp.train.own.watch.saved import Saved
 
 
 class Scaled:
@@ -53,16 +50,6 @@ class Meter:
 
 class State(Scaled):
     """As it is passed in."""
-
-
-def batches(messages: list[str], passed_in: Any, kept: KeptValues) -> Any:
-    """Two batches, and what looks at the loop after each."""
-    saved = Saved([passed_in], kept)
-    watches = [watch_in_loss(saved, Reported(messages.append)), watch_counts(saved, Reported(messages.append))]
-    for _ in range(2):
-        yield torch.rand(3, 4)
-        for watch in watches:
-            next(watch, None)
 
 
 def divides_by_an_object(model: nn.Module, once: Any, scaled: Any) -> None:
@@ -294,114 +281,9 @@ def only_prints(model: nn.Module, once: Any) -> None:
             summed = 0
 
 
-MEAN, HISTORY, STATS = 1.0, [1.0], {"mean": 1.0, "calls": 0}
-BANK = torch.zeros(100, 2)
-
-
-def by_global(loss: torch.Tensor) -> torch.Tensor:
-    global MEAN
-    MEAN = 0.9 * MEAN + 0.1 * loss.item()
-    return loss / MEAN
-
-
-def by_attribute(loss: torch.Tensor) -> torch.Tensor:
-    by_attribute.mean = 0.9 * by_attribute.mean + 0.1 * loss.item()  # type: ignore[attr-defined]
-    return loss / by_attribute.mean  # type: ignore[attr-defined,no-any-return]
-
-
-by_attribute.mean = 1.0  # type: ignore[attr-defined]
-
-
-def by_list(loss: torch.Tensor) -> torch.Tensor:
-    scaled = loss / np.mean(HISTORY)
-    HISTORY.append(loss.item())
-    return scaled
-
-
-def by_item(loss: torch.Tensor) -> torch.Tensor:
-    def average() -> float:
-        STATS["mean"] = 0.9 * STATS["mean"] + 0.1 * loss.item()
-        return STATS["mean"]
-
-    STATS["calls"] += 1
-    return loss / average()
-
-
-def by_bank(loss: torch.Tensor) -> torch.Tensor:
-    found = loss * BANK.sum()
-    BANK[0] += loss.detach()
-    return found
-
-
-class ByClass:
-    """Counts in its class."""
-
-    calls = 1
-
-    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
-        ByClass.calls += 1
-        return loss / ByClass.calls
-
-
-class ByOther(nn.Module):
-    """Calls a function that carries something."""
-
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return by_global(loss)
-
-
-CALLS = 0
-
-
-def only_counts(loss: torch.Tensor) -> torch.Tensor:
-    global CALLS
-    CALLS += 1
-    only_counts.calls += 1  # type: ignore[attr-defined]
-    if CALLS % 100 == 0:
-        print(CALLS, only_counts.calls)  # type: ignore[attr-defined]
-    mean = loss.mean()
-    mean = mean * 2
-    HISTORY.append(mean.item())
-    return mean
-
-
-only_counts.calls = 0  # type: ignore[attr-defined]
-
-
-def calls(function: Any) -> Callable[[nn.Module, Any], None]:
-    def loop(model: nn.Module, once: Any) -> None:
-        for batch in once:
-            loss = function(model(batch).square().mean())
-            loss.backward()
-
-    return loop
-
-
-def by_enclosing(model: nn.Module, once: Any) -> None:
-    mean = 1.0
-
-    def scaled(loss: torch.Tensor) -> torch.Tensor:
-        nonlocal mean
-        mean = 0.9 * mean + 0.1 * loss.item()
-        return loss / mean
-
-    for batch in once:
-        loss = scaled(model(batch).square().mean())
-        loss.backward()
-
-
 @pytest.mark.parametrize(
     ("loop", "names"),
     [
-        (calls(by_global), ["change MEAN in by_global(),"]),
-        (calls(by_attribute), ["change by_attribute.mean in by_attribute(),"]),
-        (calls(by_list), ["change HISTORY in by_list(),"]),
-        (calls(by_item), ["change STATS['mean'] in by_item(),"]),
-        (calls(by_bank), ["change BANK in by_bank(),"]),
-        (calls(ByClass()), ["change ByClass.calls in __call__(),"]),
-        (calls(ByOther()), ["change MEAN in by_global(),"]),
-        (calls(only_counts), []),
-        (by_enclosing, ["change mean in scaled(),"]),
         (lambda model, once: divides_by_an_object(model, once, Scaled()), ["change scaled,"]),
         (reads_an_attribute, ["change centered,"]),
         (lambda model, once: plays(model, once, again=False), ["change env,"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,3 +39,13 @@ def twice(messages: list[str]) -> Callable[[], Iterator[Tensor]]:
                 next(watch, None)
 
     return once
+
+
+def batches(messages: list[str], passed_in: Any, kept: own_kept.KeptValues) -> Iterator[Tensor]:
+    """Two batches, and what looks at the loop after each."""
+    saved = Saved([passed_in], kept)
+    watches = [watch_in_loss(saved, Reported(messages.append)), watch_counts(saved, Reported(messages.append))]
+    for _ in range(2):
+        yield torch.rand(3, 4)
+        for watch in watches:
+            next(watch, None)
