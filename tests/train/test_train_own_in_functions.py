@@ -109,6 +109,22 @@ def by_enclosing(model: nn.Module, once: Any) -> None:
         loss.backward()
 
 
+def by_an_object_that_reads_what_comes_later(model: nn.Module, once: Any) -> None:
+    class Scaled:
+        def __init__(self) -> None:
+            self.mean = 1.0
+
+        def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * loss.item()
+            return loss / self.mean if self.mean > 0 else later
+
+    scaled = Scaled()
+    for batch in once:
+        loss = scaled(model(batch).square().mean())
+        loss.backward()
+    later = torch.zeros(())
+
+
 @pytest.mark.parametrize(
     ("loop", "names"),
     [
@@ -121,6 +137,7 @@ def by_enclosing(model: nn.Module, once: Any) -> None:
         (calls(ByOther()), ["change MEAN in by_global(),"]),
         (calls(only_counts), []),
         (by_enclosing, ["change mean in scaled(),"]),
+        (by_an_object_that_reads_what_comes_later, ["change scaled,"]),
     ],
 )
 def test_what_a_function_carries_into_the_loss_is_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import types
 from collections.abc import Iterator
@@ -61,9 +62,12 @@ def _functions_of(called: Any) -> list[types.FunctionType]:
 
 def _outside(function: types.FunctionType) -> dict[str, Any]:
     """The variables that a function finds outside of itself."""
-    found, code = inspect.getclosurevars(function), function.__code__
+    code, around = function.__code__, dict(function.__globals__)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is set only later
+            around[name] = cell.cell_contents
     own = {*code.co_varnames, *code.co_cellvars}
-    return {name: value for name, value in {**found.globals, **found.nonlocals}.items() if name not in own}
+    return {name: value for name, value in around.items() if name not in own}
 
 
 def _value_in(scope: dict[str, Any], name: str) -> Any:

@@ -86,11 +86,12 @@ def _feeding_in(text: Text, frame: FrameType, saved: Saved) -> Iterator[tuple[st
         parts = name.split(".")
         if not set_here.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts) + 1)):
             continue
-        with contextlib.suppress(Exception):  # not a variable or an attribute
-            found = value_of(name, frame)
-            for carried, value in carried_in(found):
+        with contextlib.suppress(Exception):  # not a variable or an attribute, or it does not let itself be asked
+            for carried, value in carried_in(value_of(name, frame)):
                 if not saved.has(value):
                     yield carried, _contents_of(value)
+        with contextlib.suppress(Exception):  # not a variable or an attribute
+            found = value_of(name, frame)
             if isinstance(found, _ARRAYS):
                 if not saved.has_named(name, frame) and changed_in_place_after_use(name, text, feeding.statements):
                     yield name, {None: _whole(found)}
