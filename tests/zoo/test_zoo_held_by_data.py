@@ -38,12 +38,13 @@ class CollatesBy(ZooTask):
         return self.collator(items)
 
 
+@pytest.mark.parametrize("data", ["map", "iterable"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_collator_of_a_library_that_holds_the_model_is_exact_and_not_told(
-    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workers: int, data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Collator, "__module__", "transformers.data.data_collator")
-    assert str(judge(Case(train={"workers": workers}), tmp_path, CollatesBy)) == "exact"
+    assert str(judge(Case(data=data, train={"workers": workers}), tmp_path, CollatesBy)) == "exact"
     assert "from which samples or batches are made" not in capfd.readouterr().err
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -184,9 +184,13 @@ class Reader:
             seed = functools.partial(self._seed, micro.epoch, int(micro.indices[0]))  # ranks draw different numbers
             if not self._has_tried_collate:
                 self._has_tried_collate = True
-                try_collate(self._collate, items, seed)
+                try_collate(self._collate, items, functools.partial(self._seed_those_made_since, seed))
             seed()
             yield micro, after, self._collate(items)
+
+    def _seed_those_made_since(self, seed: Callable[[], None]) -> None:
+        self._generators.find()  # collate() may have made one when it was called, as collators with a seed do
+        seed()
 
     def _items(self, place: Place, first: int) -> Iterator[tuple[Any, Place]]:
         """Yield items from a place on, pass after pass, each with the place after it."""
