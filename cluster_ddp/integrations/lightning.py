@@ -151,6 +151,7 @@ class _Fit:
         self._is_settled = True
         # Hooks that run before the first batch may change what was restored, and Lightning sets gradients to None.
         self._put_back = run.as_now() if run.step else None
+        self._has_begun = False
 
     def begin(self, number: int) -> None:
         """Call before the computation on a batch, with its number within the epoch."""
@@ -159,6 +160,10 @@ class _Fit:
         # Otherwise fit_loop skips the schedulers at the end of a resumed epoch. Its own setter sets True if there is
         # max_steps, and then each validation but the first would have one batch.
         _Loop.restarting.fset(self._trainer.fit_loop, False)
+        if not self._has_begun and self._run.step:
+            # Right after a validation Lightning counts the last step again, by which it numbers what it logs.
+            self._trainer.fit_loop.epoch_loop.on_load_checkpoint(self._kept.loops["epoch_loop.state_dict"])
+        self._has_begun = True
         self._loop.begin(number % self._accumulate)
 
     def end(self, number: int) -> None:

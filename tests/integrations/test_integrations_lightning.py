@@ -51,8 +51,8 @@ def fit(
     several: bool = False,
     plateau: bool = False,
     **settings: Any,
-) -> tuple[str | None, int]:
-    """The weights that an attempt ends with, None when it was stopped or refused, and the batches that it validates.
+) -> tuple[str | None, int, list[int | None]]:
+    """The weights that an attempt ends with, None when it was stopped or refused, the batches validated, steps logged.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def fit(
         Whether the last validation sets the learning rate after each epoch.
     """
     import lightning as L
-    from lightning.pytorch import callbacks
+    from lightning.pytorch import callbacks, loggers
 
     from cluster_ddp.integrations.lightning import ResumeExactly
 
@@ -76,7 +76,9 @@ def fit(
         def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
             if self.global_step == stop_at:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            return nn.functional.cross_entropy(self.backbone(batch[0]), batch[1])
+            loss = nn.functional.cross_entropy(self.backbone(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
 
         def validation_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
             self.log("val_loss", nn.functional.cross_entropy(self.backbone(batch[0]), batch[1]))
@@ -105,6 +107,10 @@ def fit(
         def on_validation_batch_end(self, *_: Any) -> None:
             validated.append(1)
 
+    class Steps(loggers.logger.DummyLogger):  # type: ignore[misc]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.append(step)
+
     class Keeping(Average):
         def state_dict(self) -> dict[str, Any]:
             return {"average": self.average.state_dict()}
@@ -122,6 +128,7 @@ def fit(
                 module.backbone.weight.requires_grad_()
 
     validated: list[int] = []
+    logged: list[int | None] = []
     begin_attempt(place, attempt)
     L.seed_everything(seed, verbose=False)
     model = Classifier()
@@ -130,18 +137,21 @@ def fit(
     own = {"Average": Average, "Keeping": Keeping, "Unfreezing": Unfreezing, "ResumeExactly": ResumeExactly}
     made = own.get(kind) or getattr(callbacks, kind)
     trainer = L.Trainer(
-        **(ends or {"max_epochs": 3}), accelerator="cpu", devices=1, num_sanity_val_steps=0, logger=False,
+        **(ends or {"max_epochs": 3}), accelerator="cpu", devices=1, num_sanity_val_steps=0,
+        logger=Steps(), log_every_n_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[ResumeExactly(), made()] if made is Unfreezing else [made(**settings), Count(), ResumeExactly()],
     )  # fmt: skip
     try:
         trainer.fit(model, {"a": train, "b": train} if several else train, DataLoader(data, 8))
     except SystemExit:
-        return None, len(validated)
-    return digest(model), len(validated)
+        return None, len(validated), logged
+    return digest(model), len(validated), logged
 
 
-def attempts(calm: Path, broken: Path, stop_at: int, *how: Any, **settings: Any) -> list[tuple[str | None, int]]:
+def attempts(
+    calm: Path, broken: Path, stop_at: int, *how: Any, **settings: Any
+) -> list[tuple[str | None, int, list[int | None]]]:
     return [
         fit(calm, 0, None, *how, **settings),
         fit(broken, 0, stop_at, *how, **settings),
@@ -157,20 +167,21 @@ def test_an_average_that_a_callback_gives_is_exact(kind: str, settings: dict[str
     assert told(broken) == []
 
 
+@pytest.mark.parametrize("stop_at", [2, 6])
 @pytest.mark.parametrize("ends", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 11}], ids=["epochs", "steps"])
-def test_the_last_batch_of_an_epoch_alone_and_all_validations_are_as_without_a_stop(
-    ends: dict[str, int], tmp_path: Path
+def test_the_last_batch_of_an_epoch_alone_and_all_that_is_validated_and_logged_are_as_without_a_stop(
+    ends: dict[str, int], stop_at: int, tmp_path: Path
 ) -> None:
     calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
     how = {**ends, "val_check_interval": 3}  # of four batches: it is stopped after the validation in an epoch
-    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, 6, "Timer", how)
+    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, stop_at, "Timer", how)
     assert ended[1] == 3 * 2  # three times two batches
-    assert (stopped[0], resumed[0], stopped[1] + resumed[1]) == (None, *ended)
+    assert (stopped[0], resumed[0], stopped[1] + resumed[1], stopped[2] + resumed[2]) == (None, *ended)
 
 
 def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    ((ended, _),) = run_ranks(fit, 1, run.path, 0, None, "Average")
+    ((ended, _, _),) = run_ranks(fit, 1, run.path, 0, None, "Average")
     assert ended is not None
     of_hook, of_module = told(run)
     assert "on_save_checkpoint() of Average only affects Lightning's own" in of_hook
@@ -206,7 +217,7 @@ def refused(folder: Path) -> list[str]:
     ways = [{"kind": kind, **settings} for kind, (settings, _) in KINDS.items()]
     for number, how in enumerate([*ways, *({"kind": "Timer", **how} for how in SETTINGS.values())]):
         run = new_run(folder / str(number))
-        assert fit(run.path, 0, None, **how) == (None, 0)
+        assert fit(run.path, 0, None, **how) == (None, 0, [])
         found.append(failure(run))
     return found
 
