@@ -307,7 +307,7 @@ class Checkpointer:
             raise RanksDiverged(
                 f"the ranks no longer train the same model: {self._writer.diverged}\n"
                 "    no checkpoint was made of it, and the previous one is intact: loss() has to compute everything "
-                "that has a gradient by model(...), and nothing that changes weights may depend on the rank"
+                "that needs gradients by model(...), and nothing that changes weights may depend on the rank"
             )
 
     def _run(self, save: Save, writes: bool, digest: ReplicaDigest) -> None:

@@ -48,7 +48,7 @@ def _mark(found: RunDirectory) -> None:
     # The event comes first: from now on nothing begins another attempt, even if what follows fails.
     number = history.last.number if history.last else None
     if not EventWriter(found, login_writer()).write(CANCELLED, attempt=number, by=caller()):
-        raise RunError(f"run {found.id} is not cancelled: cannot write to {found.events}{or_end_job(found)}")
+        raise RunError(f"run {found.id} was not cancelled: cannot write to {found.events}{or_end_job(found)}")
     _stop_last_attempt(found, history)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Annotated
@@ -21,6 +22,7 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.node_log import LogLine
 from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.status.report import RunStatus
+from cluster_ddp.run.via import QUEUED
 
 _POLL_SECONDS = 1.0
 
@@ -165,9 +167,10 @@ def _show_errors(run: RunDirectory, wanted: int | None) -> None:
 
 
 def _batch_output(run: RunDirectory) -> str:
-    """Where the batch script's own output is, if there is any."""
-    files = sorted(run.path.glob("slurm-*.out"))
-    return f"; for the output of the batch script see {files[-1]}" if files else ""
+    """Where the output of the last job's batch script is, if there is any."""
+    files = [file for name in QUEUED.values() for file in run.path.glob(name.format(job="*"))]
+    last = max(files, key=lambda file: list(map(int, re.findall(r"\d+", file.name))), default=None)
+    return f"; for the output of the batch script see {last}" if last is not None else ""
 
 
 def _state(status: RunStatus) -> str:

@@ -122,9 +122,7 @@ def how_to_go_on(name: str, record: RunRecord | None) -> str:
 def or_end_job(run: RunDirectory) -> str:
     """Say how to end a run in whose directory nothing can be written, since its storage is full, say."""
     job_ids = slurm_job_ids(run)
-    return (
-        f"\nTry again once it can be written to, or end its job without that: scancel {job_ids[-1]}" if job_ids else ""
-    )
+    return f"\nTry again once it can be written to, or end its job directly: scancel {job_ids[-1]}" if job_ids else ""
 
 
 def _coloured(state: RunState) -> str:

@@ -123,7 +123,9 @@ def _cancel(sweep: SweepDirectory, job_ids: Sequence[str], *, only_waiting: bool
 
 
 def _may_go_on(sweep: SweepDirectory, error: SlurmError) -> SlurmError:
-    return SlurmError(f"no further element of sweep {sweep.id} will start, but its jobs may still run or wait: {error}")
+    return SlurmError(
+        f"no further element of sweep {sweep.id} will start, but its jobs may still be running or queued: {error}"
+    )
 
 
 def _start_no_more(sweep: SweepDirectory) -> bool:
@@ -139,9 +141,9 @@ def _start_no_more(sweep: SweepDirectory) -> bool:
         update_sweep(sweep, withdrawn)
     except OSError as error:  # such as a full disk
         arrays = " ".join(array.job_id for array in read_sweep(sweep).arrays)
-        end_jobs = f", or end its jobs without that: scancel {arrays}" if arrays else ""
+        end_jobs = f", or end its jobs directly: scancel {arrays}" if arrays else ""
         raise RunError(
-            f"sweep {sweep.id} goes on: cannot write {sweep.record_file}: {error.strerror or error}\n"
+            f"sweep {sweep.id} was not stopped: cannot write {sweep.record_file}: {error.strerror or error}\n"
             f"Try again once it can be written{end_jobs}"
         ) from error
     return busy

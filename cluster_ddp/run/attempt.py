@@ -118,8 +118,8 @@ def _refuse_earlier_start(
     """Raise `RunAlive` in a start that storage has held up, or that was cut off from Slurm, until a later one began."""
     if last.restart_count > restart_count and not (last.ended is not None and is_latest_start()):
         raise RunAlive(
-            f"Slurm has started job {last.slurm_job_id} again meanwhile (attempt {last.number}), so nothing begins in "
-            f"this earlier start. If that attempt is over: {resume_command(run.path)}"
+            f"this start of job {last.slurm_job_id} is out of date: Slurm has started the job again since, and attempt "
+            f"{last.number} has begun. Nothing is started here; if that attempt is over: {resume_command(run.path)}"
         )
 
 

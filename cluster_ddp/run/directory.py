@@ -1,4 +1,5 @@
-"""The layout of a run on shared storage. All file names in a run's folder are defined here."""
+"""The layout of a run on shared storage. All file names in a run's folder are defined here, except those
+of jobs' output, which depend on how it was submitted (via.py)."""
 
 from __future__ import annotations
 

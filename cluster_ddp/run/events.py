@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # failed: step (or null), rank, node, error, phase, cause: one of `cluster_ddp.errors.Cause`
 # rank-failed: rank, node, host, error, cause, and signal if one killed it
 # node-failed: host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
-#     agent gave up before there were ranks)
+#     agent gave up before starting any ranks)
 # resume-requested: the last attempt before it, and cancels: how many `cancelled` there were
 # resume-refused: the last attempt before the request, which was alive, or Slurm took no job
 # hang: step, rank, phase, reason, and stopped if a signal has stopped the process of the rank

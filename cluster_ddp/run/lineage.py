@@ -84,8 +84,8 @@ class Lineage:
             return ""
         whose = "an earlier attempt" if attempt is None else f"attempt {attempt}"
         origin = self.origins[newer]
-        place = "from the beginning" if origin.step is None else f"from step {origin.step}"
-        return f"saved by {whose}, but attempt {newer} went on {place}"
+        went = "started from the beginning" if origin.step is None else f"went on from step {origin.step}"
+        return f"saved by {whose}, but attempt {newer} {went}"
 
 
 def read_lineage(run: RunDirectory) -> Lineage:

@@ -1,4 +1,4 @@
-"""What all ways of submitting a run to a batch system have in common."""
+"""What the ways of starting a run have in common."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
             cancel_job(job_id)
             job = f"; Slurm job {job_id} has been taken back out of the queue"
         except SlurmError as error:
-            job = f"; Slurm job {job_id} may still wait, and ends when it starts ({error})"
+            job = f"; Slurm job {job_id} may still be queued; if it starts, it exits at once ({error})"
     raise SubmitError(
         f"run {run.id} was cancelled by {since[-1].get('by')} while it was being submitted{job}.\n"
         f"{to_continue(run.path)}"

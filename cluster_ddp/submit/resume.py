@@ -282,7 +282,7 @@ def _check_global_batch(record: RunRecord, job: RunJob) -> None:
     kept, wanted = record.global_batch, job.spec.train.global_batch
     if kept is not None and wanted not in (None, job.before.train.global_batch, kept):
         raise SubmitError(
-            f"train.global_batch: this run has trained with {kept} samples a step and keeps that; "
+            f"train.global_batch: the global batch of this run is {kept}, and cannot change: "
             f"with {wanted} it would be a different run.\nSubmit a new one for that."
         )
 
@@ -295,7 +295,8 @@ def _check_average(status: RunStatus, job: RunJob) -> None:
     how = (
         "this run has trained without an average of the weights, and none can begin in the middle"
         if before is None
-        else f"the checkpoints of this run contain an average of the weights (decay {before:g}), and it has to go on"
+        else f"the checkpoints of this run contain an average of the weights (decay {before:g}), so it cannot be "
+        "switched off in the middle"
     )
     raise SubmitError(f"train.ema_decay: {how}.\nLeave it as it is, or submit a new run.")
 

@@ -29,8 +29,8 @@ def what_does_not_fit(
     if rate is None:
         return
     needed = size / rate
-    what = f"a checkpoint of {size / _GIB:.1f} GiB takes about {needed:.0f} s at the {rate / 2**20:.0f} MiB/s that"
-    what += f" {runs_dir} takes from here"
+    what = f"a checkpoint of {size / _GIB:.1f} GiB takes about {needed:.0f} s at the {rate / 2**20:.0f} MiB/s at which"
+    what += f" this machine can write to {runs_dir}"
     if spec.slurm.time is not None and needed > spec.requeue.warning:
         yield f"{what}; requeue.warning is {spec.requeue.warning} s before the time limit: make it longer"
     if partition is None or not partition.preempted:

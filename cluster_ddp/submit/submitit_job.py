@@ -72,7 +72,7 @@ class SubmititJob:
         if kept.job_action == "requeue":
             sys.exit(0)
         if kept.job_action == "fail":
-            raise SubmititRunFailed(f"run {Path(self.run_directory).name}: {kept.action}: {kept.why}")
+            raise SubmititRunFailed(f"run {Path(self.run_directory).name} ({kept.action}): {kept.why}")
         return kept.action
 
     def checkpoint(self) -> DelayedSubmission:

@@ -81,7 +81,10 @@ def test_the_error_of_the_rank_that_failed_first(call: Call, run: RunDirectory) 
         "attempt 0: rank 1 on n1 at step 8 failed: ValueError: \\x1b[2Jbad (2 more followed)", "",
         "Traceback (most recent):", "  File x", "ValueError: \\x1b[2Jbad", "", f"more: {attempt.log_file(0)}",
     ]  # fmt: skip
-    assert "no rank failed in attempt 1" in call("logs", "digits", "--errors", "--attempt", "1").err
+    for job in (9, 10):
+        (run.path / f"slurm-{job}.out").touch()
+    said = call("logs", "digits", "--errors", "--attempt", "1").err
+    assert "no rank failed in attempt 1" in said and said.strip().endswith("slurm-10.out")
 
 
 def test_following_goes_over_a_requeue_to_the_end_of_the_run(call: Call, run: RunDirectory) -> None:

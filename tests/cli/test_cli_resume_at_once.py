@@ -178,7 +178,7 @@ def test_a_run_that_is_cancelled_while_it_is_submitted_leaves_no_job_in_the_queu
     slurm.program("scancel", "exit 1")
     monkeypatch.setattr(SbatchSubmission, "send", lambda submission, to: noted_after_a_cancel(send, submission, to))
     said = call("submit", "job.yaml")
-    assert said.status == 2 and "was cancelled by" in said.err and "Slurm job 104 may still wait" in said.err
+    assert said.status == 2 and "was cancelled by" in said.err and "Slurm job 104 may still be queued" in said.err
 
 
 def noted_after_a_cancel(send: Any, submission: SbatchSubmission, run: RunDirectory) -> str:

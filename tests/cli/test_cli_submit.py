@@ -184,7 +184,7 @@ def test_a_broken_setup_line_is_found_before_the_queue(call: Call, here: Path, s
 
 
 def test_each_job_of_a_chain_waits_for_all_before_it(call: Call, here: Path, slurm: Slurm) -> None:
-    """If it waited for the one before alone, and somebody cancelled that one, it would start in vain."""
+    """If it waited for the one before alone, and somebody cancelled that one, it would start for nothing."""
     said = call("submit", "job.yaml", "--chain", "3", "--json")
     assert json.loads(said.out)["slurm_job_id"] == "101"
     first, second, third = slurm.submissions()

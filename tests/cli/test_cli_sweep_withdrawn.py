@@ -40,7 +40,7 @@ def test_they_do_not_begin_though_slurm_could_not_be_reached(
     slurm.program("squeue", "echo 'slurm_load_jobs error: Invalid user' >&2; exit 1")
     said = call(command, sweep.id)
     assert said.status == 3
-    assert f"no further element of sweep {sweep.id} will start, but its jobs may still run or wait" in said.err
+    assert f"no further element of sweep {sweep.id} will start, but its jobs may still be running or queued" in said.err
     assert start(sweep, "101", monkeypatch) == 76
     slurm.program("scontrol", 'echo "$*" >"$here/asked"')
     assert subprocess.run([sweep.script, sweep.path, "0"], capture_output=True, timeout=60).returncode == 76
@@ -65,7 +65,7 @@ def test_a_full_disk_is_told_with_the_command_that_ends_the_jobs(
     monkeypatch.setattr(sweep_end, "update_sweep", full)
     said = call(command, the_sweep(here).id)
     assert said.status == 2 and "sweep.json: No space left on device" in said.err
-    assert "or end its jobs without that: scancel 101" in said.err
+    assert "or end its jobs directly: scancel 101" in said.err
 
 
 def test_they_do_not_begin_if_the_array_was_submitted_meanwhile_and_stays_in_the_queue(

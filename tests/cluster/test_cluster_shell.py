@@ -21,7 +21,7 @@ LEFT_OVER = {
     "RANK": "0", "LOCAL_RANK": "3", "WORLD_SIZE": "7", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1",
     "PET_NNODES": "9", "PET_NPROC_PER_NODE": "5", "TORCHELASTIC_RUN_ID": "old", "PYTHONOPTIMIZE": "2",
 }  # fmt: skip
-# With PYTHONOPTIMIZE, Python compiles all of torch anew: once on one node.
+# With PYTHONOPTIMIZE, Python compiles all of torch again: once on one node.
 ONE_NODE = {"slurm": {"nodes": 1}, "launch": {"procs_per_node": 2}}
 
 

@@ -55,10 +55,10 @@ def test_nothing_begins_in_a_start_that_slurm_has_replaced(run: RunDirectory) ->
     """Its storage hung, or it was cut off from Slurm's controller; that the newer attempt is over changes nothing."""
     assert begin(run, restart=1) == 0
     end(run, 0, restart=1)
-    with pytest.raises(RunAlive, match="Slurm has started job 77 again meanwhile"):
+    with pytest.raises(RunAlive, match="this start of job 77 is out of date"):
         begin(run, restart=0)
     request_resume(run, by="a person")
-    assert begin(run, restart=0) == 1, "Slurm counts its jobs anew once it has lost its state"
+    assert begin(run, restart=0) == 1, "Slurm starts to count its jobs again once it has lost its state"
 
 
 def test_a_copy_goes_on_beside_its_original(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_step_in_which_no_node_came_up_is_told(fresh: RunDirectory) -> None:
     attempts(fresh, 1)
     found = recorded(fresh, Ended(unstarted=True))
     assert [host for host, _ in found] == ["n1", "n2", "n3"]
-    assert all("nor did any other within 60 min" in error for _, error in found)
+    assert all("neither did any other within 60 min" in error for _, error in found)
 
 
 def test_a_step_that_srun_could_not_start_is_told_in_its_words(fresh: RunDirectory) -> None:

@@ -209,7 +209,7 @@ def test_why_an_agent_gave_up(tmp_path: Path, log: str, words: str, suspect: boo
 
 
 @pytest.mark.parametrize(("meeting", "came", "words"), [
-    (Meeting(came=("n1", "n2")), {"n1", "n2"}, "not all nodes came"),
+    (Meeting(came=("n1", "n2")), {"n1", "n2"}, "not all nodes reached"),
     (Meeting(too_few=True), set(), "went on without this node"),
 ])  # fmt: skip
 def test_how_a_meeting_failed_is_read_from_the_agents_record(

@@ -37,7 +37,7 @@ FOREVER = "100000"
 
 
 def test_ranks_that_work_to_the_end_are_relayed_reported_shared_and_leave_nothing_behind(start_node: Start) -> None:
-    # The status of a rank that has done its work says nothing. The run is shared, and so are the logs of its ranks.
+    # The status of a rank that has done its work tells us nothing. The run is shared, and so are the logs of its ranks.
     node = start_node("heartbeat_rank.py", "5", "abort", storage={"mode": "group"})
     wait_for(node.heartbeat, "a heartbeat file")
     heartbeat = node.heartbeat()

@@ -80,7 +80,7 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     say("stopped", 0, step=5, reason="time-limit")
     say("node-finished", 0, node=0, outcome="stopped", reason="time-limit")
     say("requeued", 0, reason="stopped: time-limit")
-    (run.path / "slurm-7.out").write_text("No module named 'cluster_ddp.launch'\n")  # or it is being installed anew
+    (run.path / "slurm-7.out").write_text("No module named 'cluster_ddp.launch'\n")  # or it is being installed again
     found = describe(run, {"7": slurm_job(state, "NonZeroExitCode", run_id=run.id)})
     assert found.state is RunState.LOST
     assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt started" in str(found.reason)

@@ -73,7 +73,7 @@ def test_a_stop_that_cannot_be_written_says_how_to_end_the_job(
     with pytest.raises(RunError, match=r"No space left on device\nTry again once .*: scancel 7$"):
         cli_stop.ask_to_stop(run, status)
     monkeypatch.setattr(EventWriter, "write", lambda *arguments, **named: False)
-    with pytest.raises(RunError, match=r"(?s)is not cancelled: .*: scancel 7$"):
+    with pytest.raises(RunError, match=r"(?s)was not cancelled: .*: scancel 7$"):
         cli_cancel.command(str(run.path))
 
 

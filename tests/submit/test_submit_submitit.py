@@ -324,7 +324,7 @@ def test_a_setup_line_that_fails_ends_the_job(place: Place) -> None:
 
 
 def test_a_resume_brings_what_the_script_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """submitit writes its script anew, and the run may be of a version that had no such file: no start succeeded."""
+    """submitit writes its script again, and the run may be of a version that had no such file: no start succeeded."""
     place.add_slurm()
     monkeypatch.setenv("PATH", str(place.bin))
     spec = JobSpec.model_validate({"name": "a", "task": "a:B", "slurm": {"time": "1h"}, "launch": {"setup": ["true"]}})

@@ -413,7 +413,7 @@ class Compiled(Plain):
 def test_a_task_that_torch_compiles_again_is_told(count: int | Tensor, capfd: pytest.CaptureFixture[str]) -> None:
     train(Compiled(count), job(train={"steps": 4, "global_batch": 8, "evaluate_every": 2}))
     said = capfd.readouterr().err
-    assert said.count("torch has compiled something in step 2 of training") == (type(count) is int)
+    assert said.count("torch has compiled something again in step 2 of training") == (type(count) is int)
 
 
 def waiting_for_gradients() -> dict[str, float]:

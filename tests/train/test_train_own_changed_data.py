@@ -145,8 +145,8 @@ def twice(place: Path, how: str, at: tuple[int, int]) -> None:
     [
         ("by epoch", (1, 1), []),
         ("by epoch", (1, 3), []),
-        ("anew", (1, 1), ["Graded.level is not what it was when the batches of this epoch"]),
-        ("anew", (1, 3), ["Graded.level is not what it was when the batches of the previous epoch"]),
+        ("from itself", (1, 1), ["Graded.level is not what it was when the batches of this epoch"]),
+        ("from itself", (1, 3), ["Graded.level is not what it was when the batches of the previous epoch"]),
         ("in one epoch", (1, 3), ["Graded.augments is not what it was when the batches of the previous epoch"]),
     ],
 )

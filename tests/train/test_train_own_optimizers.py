@@ -66,7 +66,7 @@ class Around(torch.optim.SGD):
         return self.inner.step(closure)
 
 
-def with_others(place: Path, anew: bool) -> int | str | None:
+def with_others(place: Path, is_new: bool) -> int | str | None:
     """Trains by an optimizer that is made in each epoch, or by one inside that which is kept, and then fine-tunes."""
     begin_attempt(place, 0)
     try:
@@ -75,7 +75,7 @@ def with_others(place: Path, anew: bool) -> int | str | None:
             kept: Any = Around(model.parameters(), lr=0.1)
             loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=kept, epochs=2)
             for _ in loader.epochs():
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if anew else kept
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_new else kept
                 for inputs, labels in loader:
                     optimizer.zero_grad()
                     F.cross_entropy(model(inputs), labels).backward()
@@ -88,10 +88,10 @@ def with_others(place: Path, anew: bool) -> int | str | None:
 
 
 def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp_path: Path) -> None:
-    anew, inside = new_run(tmp_path / "anew"), new_run(tmp_path / "inside")
-    assert run_ranks(with_others, 1, anew.path, anew=True) == [1]
-    assert "an optimizer (SGD) that was not passed in has trained weights that were" in failure(anew)
-    assert run_ranks(with_others, 1, inside.path, anew=False) == [None]
+    fresh, inside = new_run(tmp_path / "fresh"), new_run(tmp_path / "inside")
+    assert run_ranks(with_others, 1, fresh.path, is_new=True) == [1]
+    assert "an optimizer (SGD) that was not passed in has trained weights that were" in failure(fresh)
+    assert run_ranks(with_others, 1, inside.path, is_new=False) == [None]
     assert states(inside) == ["started", "completed"]
 
 

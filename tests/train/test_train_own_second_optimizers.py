@@ -104,4 +104,4 @@ def test_a_second_optimizer_that_divides_its_state_among_the_ranks_is_named(tmp_
     run = new_run(tmp_path)
     run_ranks(divided, 2, run.path)
     assert "after step 2 optimizers differ between the ranks: task.more" in failure(run)
-    assert "the optimizer keeps different state on each rank" in failure(run)
+    assert "the optimizer's state is not the same on every rank" in failure(run)

@@ -220,7 +220,7 @@ def refusal_of_dividing(layers: int) -> str:
 def test_an_optimizer_with_a_state_of_each_rank_is_refused(layers: int) -> None:
     for message in run_ranks(refusal_of_dividing, 2, layers):
         assert "optimizer.0.weight.momentum, optimizer.1.weight.momentum" in message
-        assert "the optimizer keeps different state on each rank" in message
+        assert "the optimizer's state is not the same on every rank" in message
 
 
 class Switching(Plain):

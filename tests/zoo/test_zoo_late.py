@@ -272,7 +272,7 @@ MEMORY = Memory()
 
 
 class LoadsLittle(ZooTask):
-    """Its load_state_dict() begins anew with what it does not save, in objects that the check shares with the task."""
+    """Its load_state_dict() starts over with what it does not save, in objects that the check shares with the task."""
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)

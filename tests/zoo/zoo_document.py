@@ -47,7 +47,7 @@ ELSEWHERE = [
     ("DistributedMuon, DeMo and others that need torch.distributed, on a single rank",
      "a single rank has no process group",
      "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
-    ("DistributedMuon and others with a state of their own on each rank", "keeps different state on each rank",
+    ("DistributedMuon and others with a state of their own on each rank", "state is not the same on every rank",
      "train/test_train_ranks_refused.py::test_an_optimizer_with_a_state_of_each_rank_is_refused"),
     ("`loss()` that calls `backward()`, or keeps what was computed in an earlier step without `detach()`",
      "has already been through a backward pass",

@@ -236,7 +236,7 @@ class Keeper:
     def _act_on(self, attempt: AttemptDirectory, decided: AttemptDecision) -> KeptStart:
         job_action = job_action_for(decided.action, reason=self._end.reason, cannot_decide=decided.cannot_decide)
         ending = f" ({self._end.reason})" if self._end.reason else ""
-        say(f"attempt {attempt.number} ends: {decided.action or job_action}{ending}: {decided.why}")
+        say(f"attempt {attempt.number} has ended; decision: {decided.action or job_action}{ending}: {decided.why}")
         if job_action == "requeue":
             return self._requeue(attempt, decided.bad_hosts, decided.why)
         if decided.decision is not None:

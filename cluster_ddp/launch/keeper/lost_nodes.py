@@ -124,7 +124,9 @@ def _record_missing_nodes(
     failures = reversed(job_step.output.failures())  # so that the first message of a host counts
     failed = {host: task.describe() for task in failures if (host := short_name(task.host)) not in spoke}
     if job_step.unstarted:
-        failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
+        failed = dict.fromkeys(
+            hosts, f"neither did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)"
+        )
     trained = bool(history.of_attempt(attempt.number, STARTED, RESUMED))  # on all nodes
     what = "its node program could not record that it had started" if trained else "its node program did not start"
     if not failed and spoke and spoke <= set(hosts):
@@ -199,7 +201,7 @@ def _record_killed_node(
         return False
     node = job_step.output.cut_off
     if node is not None and node < len(start.hosts):  # srun then kills all the others, which are not to blame
-        error = "srun lost its connection to it, and ended the job step: its network, or slurmstepd there"
+        error = "srun lost its connection to it, and ended the job step: suspect its network, or slurmstepd there"
         writer.write(NODE_FAILED, attempt=attempt.number, node=node, host=start.hosts[node], error=error, suspect=True)
         return True
     if first is None:

@@ -48,7 +48,7 @@ class NodeFailures:
         self._host = host_name()
 
     def record_agent_failure(self, agent_status: int | None) -> None:
-        """Record why an agent gave up before there were ranks, which only its log shows."""
+        """Record why an agent gave up before starting any ranks, which only its log shows."""
         failure = agent_failure(self._output.folder / AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         missing = self._missing(failure.came)
@@ -99,7 +99,7 @@ class NodeFailures:
                     attempt=self._attempt.number,
                     node=node,
                     host=host,
-                    error=f"it has started, but did not come to {self._endpoint} within {self._join_timeout:.0f} s "
+                    error=f"it has started, but did not reach {self._endpoint} within {self._join_timeout:.0f} s "
                     "(launch.join_timeout): see its /etc/hosts and DNS, its firewall, and network.socket_ifname",
                     suspect=True,
                 )

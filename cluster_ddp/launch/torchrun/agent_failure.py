@@ -73,22 +73,21 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
         )
     if TOO_MANY_FILES.search(words):
         return AgentFailure(
-            f"torchrun gave up before there were ranks: {words}; {MORE_FILES}", node_allows_fewer_files()
+            f"torchrun gave up before starting any ranks: {words}; {MORE_FILES}", node_allows_fewer_files()
         )
     if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
         return AgentFailure(
-            f"not all nodes came to {endpoint} within {join_timeout:.0f} s (launch.join_timeout): {words}; a node that "
-            f"is missing is named if it is known, else see whether {host} is the first node's address, whether a "
-            f"firewall lets the nodes reach port {port} there, and whether network.socket_ifname is the interface that "
-            "joins them",
+            f"not all nodes reached {endpoint} within {join_timeout:.0f} s (launch.join_timeout): {words}; if no "
+            f"missing node is named, check that {host} is the first node's address, that the firewall lets the nodes "
+            f"reach port {port} there, and that network.socket_ifname is the interface that joins them",
             suspect=False,
             came=frozenset(meeting.came),
         )
     if meeting.too_few:
         return AgentFailure(f"{words}; the others went on without this node, or have failed", suspect=False)
     if status is not None and status < 0 and not own:
-        return AgentFailure(f"torchrun was killed by signal {-status} before there were ranks", suspect=True)
-    return AgentFailure(f"torchrun gave up before there were ranks: {words or 'its log is empty'}", suspect=True)
+        return AgentFailure(f"torchrun was killed by signal {-status} before starting any ranks", suspect=True)
+    return AgentFailure(f"torchrun gave up before starting any ranks: {words or 'its log is empty'}", suspect=True)
 
 
 def lost_connection(log: Path, endpoint: str) -> str:

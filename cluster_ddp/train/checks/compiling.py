@@ -37,10 +37,10 @@ class Compiling:
         if self._before not in (None, now):
             self._is_over = True
             self._warn(
-                f"torch has compiled something in step {step} of training, after the first one: what it compiles "
-                "depends on the shapes and numbers that this process has seen, so a resume may not be exact. Let all "
-                "batches have the same shape, and keep in a tensor what steps change and the model computes with, such "
-                "as a count of steps"
+                f"torch has compiled something again in step {step} of training: what it compiles depends on the "
+                "shapes and numbers that this process has seen, so a resume may not be exact. Give all batches the "
+                "same shape, and hold numbers that change from step to step and that the model computes with, such as "
+                "a count of steps, in a tensor"
             )
         self._before = now
 

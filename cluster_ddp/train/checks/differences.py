@@ -50,10 +50,10 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     if different:
         raise TaskError(
             f"{what} differ between the ranks: {listed(different)}\n"
-            "    each rank would train its own model. Compute everything that has a gradient by model(...), the model "
+            "    each rank would train its own model. Compute everything that needs gradients by model(...), the model "
             "that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a method "
-            "of it. What changes weights besides the optimizer must do the same on every rank: draw new values from "
-            "a torch.Generator with the same seed on all, or send them from rank 0 (dist.broadcast). "
+            "of it. Any code besides the optimizer that changes weights must do the same on every rank: draw new "
+            "values from a torch.Generator with the same seed on all, or send them from rank 0 (dist.broadcast). "
             "Embedding(max_norm=...) rescales only the rows in a rank's own batch: leave max_norm out, and limit the "
             "norm of the rows that forward() has looked up"
         )
@@ -62,9 +62,8 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
 def _refuse_divided(what: str, different: list[str]) -> NoReturn:
     raise TaskError(
         f"{what} differ between the ranks: {listed(different)}\n"
-        "    the optimizer keeps different state on each rank, like those that divide the work among the ranks, but a "
-        "checkpoint holds what is the same on all of them: use an optimizer that does the same on every rank, as those "
-        "of torch do"
+        "    the optimizer's state is not the same on every rank, as if it were divided among them, but a checkpoint "
+        "holds it only once: use an optimizer that keeps all of its state on every rank, as those of torch.optim do"
     )
 
 

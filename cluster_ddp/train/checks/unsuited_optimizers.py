@@ -12,8 +12,9 @@ from cluster_ddp.train.errors import TaskError
 _NO_GROUP = "process group has not been initialized"  # part of torch's message
 _NO_FUNCTION = "'NoneType' object is not callable"  # Python's message
 SECOND_DERIVATIVES = (
-    "needs second derivatives, by loss.backward(create_graph=True): the trainer keeps no graph of the gradients; give "
-    "an optimizer that needs the gradients only, or train in a loop of your own with join_run(), which may keep it"
+    "needs second derivatives, by loss.backward(create_graph=True): the trainer keeps no graph of the gradients; "
+    "return an optimizer that needs only the gradients, or train in a loop of your own with join_run(), which may "
+    "keep it"
 )
 
 
@@ -38,8 +39,8 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
         raise TaskError(
             f"optimizer() returned {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "
-            "runs the backward pass, and checks all gradients before it changes a weight; give an optimizer that needs "
-            "the gradients only"
+            "runs the backward pass, and checks all gradients before it changes a weight; return an optimizer that "
+            "needs only the gradients"
         )
 
 
@@ -57,7 +58,7 @@ def refuse_without_closure(optimizer: Optimizer, error: Exception) -> None:
 def _needs_closure(optimizer: Optimizer) -> str:
     return (
         f"optimizer() returned {type(optimizer).__name__}, whose step() needs a closure that computes the loss again: "
-        "the trainer computes each loss once; give an optimizer that needs the gradients only"
+        "the trainer computes each loss once; return an optimizer that needs only the gradients"
     )
 
 
@@ -68,7 +69,7 @@ def refuse_unfinished(optimizer: Optimizer) -> None:
     except AttributeError as error:
         raise TaskError(
             f"optimizer() returned {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not to "
-            "call Optimizer.__init__, as some wrappers do not; give the one inside it, or one made for this torch"
+            "call Optimizer.__init__, as some wrappers do not; return the one inside it, or one made for this torch"
         ) from error
 
 
