@@ -128,11 +128,13 @@ def _apply_env(network: NetworkSpec, chosen: dict[str, Setting], remarks: list[s
     timeout = int(network.timeout or DEFAULT_TIMEOUT)
     for name, value in network.env.items():
         if name == "NCCL_TIMEOUT":
-            timeout = _seconds(value)
-            remarks.append(
-                f"network.env.NCCL_TIMEOUT: NCCL has no such variable. Its {timeout} s became the process-group "
-                f"timeout, which is what was meant; write it as network.timeout: {timeout}s."
-            )
+            if (seconds := _seconds(value)) is None:
+                raise NetworkError(
+                    f"network.env.NCCL_TIMEOUT: {value!r} is not a number of seconds. Set network.timeout instead, "
+                    "such as 30m."
+                )
+            timeout = seconds
+            remarks.append(f"network.env.NCCL_TIMEOUT: {_as_timeout(seconds)}")
         elif name in WITHOUT_EFFECT:
             remarks.append(f"network.env.{name} has no effect: {WITHOUT_EFFECT[name]}. It is omitted.")
         elif name in RENAMED:
@@ -161,12 +163,9 @@ def _exported_timeout(value: str, timeout: int, set_by: str | None) -> tuple[int
             timeout,
             f"NCCL_TIMEOUT={value} is exported, but {set_by} sets the timeout to {timeout} s, which takes precedence.",
         )
-    if not value.strip().isdigit() or int(value) == 0:
+    if (seconds := _seconds(value)) is None:
         return timeout, f"NCCL_TIMEOUT={value} is exported, but is not a number of seconds: the timeout is {timeout} s."
-    return int(value), (
-        f"NCCL_TIMEOUT={value} is exported: NCCL has no such variable. Its {int(value)} s became the process-group "
-        f"timeout, which is what was meant; write it as network.timeout: {int(value)}s."
-    )
+    return seconds, f"NCCL_TIMEOUT={value} is exported: {_as_timeout(seconds)}"
 
 
 def _gloo_interfaces(nccl: str) -> str:
@@ -174,12 +173,15 @@ def _gloo_interfaces(nccl: str) -> str:
     return "" if nccl.startswith("^") else nccl.removeprefix("=")
 
 
-def _seconds(value: str) -> int:
-    if not value.strip().isdigit() or int(value) == 0:
-        raise NetworkError(
-            f"network.env.NCCL_TIMEOUT: {value!r} is not a number of seconds. Set network.timeout instead, such as 30m."
-        )
-    return int(value)
+def _seconds(value: str) -> int | None:
+    return int(value) if value.strip().isdecimal() and int(value) else None
+
+
+def _as_timeout(seconds: int) -> str:
+    return (
+        f"NCCL has no such variable. Its {seconds} s became the process-group timeout, which is what was meant; write "
+        f"it as network.timeout: {seconds}s."
+    )
 
 
 def _check_values(variables: dict[str, str]) -> None:
