@@ -174,7 +174,7 @@ def _gloo_interfaces(nccl: str) -> str:
 
 
 def _seconds(value: str) -> int | None:
-    return int(value) if value.strip().isdecimal() and int(value) else None
+    return int(value) if _is_number(value.strip()) and int(value) else None
 
 
 def _as_timeout(seconds: int) -> str:
@@ -187,7 +187,7 @@ def _as_timeout(seconds: int) -> str:
 def _check_values(variables: dict[str, str]) -> None:
     for name in sorted(LEVEL_VARIABLES & variables.keys()):
         value = variables[name]
-        if value not in LEVELS and not value.isdigit():
+        if value not in LEVELS and not _is_number(value):
             raise NetworkError(
                 f"network.env.{name}: {value!r} is not a level, and NCCL would ignore it.\n"
                 f"    allowed: {', '.join(LEVELS)}, or a digit"
@@ -205,6 +205,10 @@ def _check_values(variables: dict[str, str]) -> None:
 
 def _number(variables: dict[str, str], name: str, default: int) -> int:
     value = variables.get(name, str(default))
-    if not value.isdigit():
+    if not _is_number(value):
         raise NetworkError(f"network.env.{name}: {value!r} is not a number.")
     return int(value)
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.isdigit()

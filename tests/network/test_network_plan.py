@@ -95,7 +95,8 @@ def test_levels(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "sockets", "fits"), [("16", "4", True), ("17", "1", False), ("16", "5", False), ("x", "1", False)]
+    ("threads", "sockets", "fits"),
+    [("16", "4", True), ("17", "1", False), ("16", "5", False), ("x", "1", False), ("²", "1", False)],
 )
 def test_socket_threads(threads: str, sockets: str, fits: bool) -> None:
     env = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
