@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
+from torch.utils.data import Subset
 from train_ranks import run_ranks
 from train_tasks import CLASSES, FEATURES, Plain, job, train
 
@@ -328,3 +329,32 @@ def test_a_communication_hook_with_a_state_is_told(tmp_path: Path) -> None:
     assert "a communication hook that keeps a state (PowerSGDState)" in of_torch
     assert "the model given to loss().communication hooks, which no checkpoint contains" in of_user
     assert "training changes task.critic, which no checkpoint contains" in apart
+
+
+class ComparesRanks(Plain):
+    """Gathers what all ranks found in a batch of the evaluation, as a metric that is synchronised in each step."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def eval_data(self) -> Subset[Any]:
+        return Subset(self.train_data(), range(self.samples))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        found = super().evaluate(model, batch)
+        dist.all_reduce(torch.ones(()))
+        return found
+
+
+def evaluate(samples: int) -> str:
+    try:
+        train(ComparesRanks(samples), job(train={"steps": 1, "global_batch": 24}))
+    except (TaskError, RuntimeError) as error:  # the other rank finds that the first has gone
+        return str(error)
+    return "evaluated"
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(24, "evaluated"), (36, "not all of them have a batch left")])
+def test_ranks_communicate_in_an_evaluation_only_if_all_have_a_batch(samples: int, expected: str) -> None:
+    first, _ = run_ranks(evaluate, 2, samples)
+    assert expected in first

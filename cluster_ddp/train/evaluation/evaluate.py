@@ -26,6 +26,7 @@ from cluster_ddp.train.objects.contents import contents
 from cluster_ddp.train.objects.surroundings import generators_around
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
+from cluster_ddp.train.ranks.communicating import IN_EVALUATE, Alone
 from cluster_ddp.train.ranks.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.stateful import are_alike, copied
@@ -117,7 +118,8 @@ class Evaluation:
         for part, batch in self._batches():
             if len(part.indices):
                 seeds.apply(0, part.number)
-                with self._precision.autocast():
+                alone = contextlib.nullcontext() if self._have_all_a_batch(part) else Alone(IN_EVALUATE)
+                with self._precision.autocast(), alone:
                     values = self._task.evaluate(model, batch)
                 _add(sums, values, len(part.indices))
             if not go_on(part.number):
@@ -140,10 +142,16 @@ class Evaluation:
 
     def _parts(self) -> Iterator[Part]:
         """Yield equally many parts on every rank; only the last may be without samples."""
-        batches = -(-self._samples // self._batch_size)
-        for number in range(-(-batches // self._world.world_size)):
+        for number in range(-(-self._batches_of_all // self._world.world_size)):
             first = (number * self._world.world_size + self._world.rank) * self._batch_size
             yield Part(number, np.arange(first, max(first, min(first + self._batch_size, self._samples))))
+
+    @property
+    def _batches_of_all(self) -> int:
+        return -(-self._samples // self._batch_size)
+
+    def _have_all_a_batch(self, part: Part) -> bool:
+        return (part.number + 1) * self._world.world_size <= self._batches_of_all
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
         # A rank without a batch knows no metric names; rank 0 always has the first batch.

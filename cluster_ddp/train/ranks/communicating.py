@@ -25,6 +25,12 @@ IN_CHECKS = (
     "alone for checks: let all ranks exchange in a step what is needed, and let state_dict() return it"
 )
 
+IN_EVALUATE = (
+    "evaluate() communicates between the ranks, but not all of them have a batch left: the others would never take "
+    "part in it. Let it return one value per sample, which are averaged over all ranks, without communicating; or let "
+    "eval_data() return a multiple of (ranks x samples per batch)"
+)
+
 
 class Communicating:
     """Whether any of the calls `watched` so far has begun a collective, such as a barrier in model().
