@@ -206,3 +206,52 @@ def test_a_dict_that_the_loop_passes_to_its_step_is_told() -> None:
         one_step(trainer.model, batch, state)
     (message,) = trainer.messages
     assert "computed from state, which" in message
+
+
+class WithSetting(ByMean):
+    """Does not use what it could."""
+
+    adapts = False
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = Trainer.loss(self, batch) * self.scale
+        if self.adapts:
+            self.scale *= 0.9
+        return loss
+
+
+def test_what_a_setting_turns_off_is_not_told() -> None:
+    trainer = WithSetting()
+    trainer.train()
+    assert trainer.messages == []
+
+
+EMA = 1.0
+
+
+def by_global(model: nn.Module, batch: Tensor) -> None:
+    global EMA
+    loss = model(batch).square().mean() / EMA
+    loss.backward()
+    EMA = 0.9 * EMA + 0.1 * loss.item()
+
+
+def made_step() -> Any:
+    mean = 1.0
+
+    def step(model: nn.Module, batch: Tensor) -> None:
+        nonlocal mean
+        loss = model(batch).square().mean() / mean
+        loss.backward()
+        mean = 0.9 * mean + 0.1 * loss.item()
+
+    return step
+
+
+@pytest.mark.parametrize(("step", "name"), [(by_global, "EMA"), (made_step(), "mean")])
+def test_what_a_step_sets_outside_of_itself_is_told(step: Any, name: str) -> None:
+    trainer = Trainer()
+    for batch in trainer.batches():
+        step(trainer.model, batch)
+    (message,) = trainer.messages
+    assert f"computed from {name}, which" in message

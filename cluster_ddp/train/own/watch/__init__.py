@@ -14,7 +14,7 @@ other_optimizers, unfrozen               training of what was not passed in, or 
 Most of them ask the same questions, each answered in one place:
 bodies                                   what runs again and again, and its source
 train/objects/live_variables             whether that reads what an earlier pass has left (loop-carried)
-flow                                     what the loops do in the functions that they call
+flow, called                             what the loops do in the functions that they call
 matters                                  whether the loss, the update, a rate, the end or the best model depends on it
 saved                                    whether a checkpoint contains it, and how to have it contain more
 reported                                 whether another watch has reported it already

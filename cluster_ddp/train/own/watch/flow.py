@@ -7,22 +7,22 @@ import collections
 import contextlib
 import functools
 import inspect
+import re
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
 from cluster_ddp.train.objects.live_variables import own_parts
 from cluster_ddp.train.objects.syntax import SCOPES, added_to, assigned, is_of_clock, is_read, name_of
 from cluster_ddp.train.objects.whose_code import is_library_file, is_ours, is_own_class
 from cluster_ddp.train.own.program import running_frames, variables_of
-from cluster_ddp.train.own.watch.bodies import Text, text_of, tree_of_object, with_parents
+from cluster_ddp.train.own.watch.bodies import Text, source_of, text_of, tree_of_object, with_parents
+from cluster_ddp.train.own.watch.called import CLOSED, code_in, first_parameter, function_of, outside_of
 from cluster_ddp.train.own.watch.matters import sets_rate_of_optimizer, updates_weights
 from cluster_ddp.train.own.watch.saved import is_restored
 
@@ -32,7 +32,6 @@ Node = tuple[int, str]
 _MAX_CALLS = 300
 _MAX_DEPTH = 8
 _CONTAINERS = (list, dict, collections.deque, np.ndarray, Tensor)
-_CLOSED = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 _RETURNED = "return"
 
@@ -60,6 +59,7 @@ class _Call:
     same: dict[str, Node] = field(default_factory=dict)  # parameters that are a place or variable of the caller
     function: FunctionType | None = None
     above: tuple[CodeType, ...] = ()
+    file: str = ""
     is_running: bool = False
 
 
@@ -97,7 +97,9 @@ class Flow:
         """Follow the running loops of a function; returns the effects of a pass through the outermost until now."""
         text = text_of(frame)
         number, variables = self._running[frame.f_code]
-        call = _Call(number, ChainMap(variables, frame.f_globals), text.parents, is_running=True)
+        call = _Call(
+            number, ChainMap(variables, frame.f_globals), text.parents, file=frame.f_code.co_filename, is_running=True
+        )
         self._note_restored(text, call)
         for loop in reversed(text.loops):
             done = self._of_block(loop.body, call)
@@ -166,6 +168,9 @@ class Flow:
         if not body:
             return Effects()
         if isinstance(statement, ast.If):
+            holds = _holds(statement.test, call)
+            if holds is not None:  # by a setting, such as `if args.use_ema:`
+                return self._of_block(body if holds else other, call, around)
             ways = [self._of_block(block, call, around) for block in (body, other)]
             over = [bool(block) and isinstance(block[-1], _LEAVING) for block in (body, other)]
             certain = [way.surely for way, is_over in zip(ways, over, strict=True) if not is_over]
@@ -191,7 +196,7 @@ class Flow:
                 found = self._node(name, call)
                 nodes.add(found)
                 for getter, owner in self._getters(name, call):
-                    inner, returned = self._enter(getter, {_first(getter): owner}, {}, call)
+                    inner, returned = self._enter(getter, {first_parameter(getter): owner}, {}, call)
                     done, nodes = done.then(inner), nodes | returned
         places = frozenset(node for node in nodes if node in self._holders)
         return Effects(places).then(done), frozenset(nodes)
@@ -200,7 +205,7 @@ class Flow:
 
     def _of_call(self, node: ast.Call, call: _Call) -> tuple[Effects, frozenset[Node]]:
         called = self._called(node.func, call)
-        function, bound = _function_of(called)
+        function, bound = function_of(called)
         if function is None:
             return Effects(), frozenset()
         code = function.__code__
@@ -226,9 +231,9 @@ class Flow:
         self._calls += 1
         # What a running function returns is computed from the variables it has now.
         number, variables = self._running.get(code, (-self._calls, {}))
-        around = ChainMap(variables or values, _outside(function))
+        around = ChainMap(variables or values, outside_of(function))
         call = _Call(number, around, with_parents(scope), function=function, above=(*caller.above, code))
-        call.is_running = code in self._running
+        call.file, call.is_running = code.co_filename, code in self._running
         stored = {name for node in call.parents for name in assigned(node)}
         for name, argument in given.items():
             if (passed := name_of(argument)) is not None and name not in stored:
@@ -243,9 +248,9 @@ class Flow:
         with contextlib.suppress(Exception):
             if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "super()":
                 assert call.function is not None
-                owner = call.scope[_first(call.function)]
+                owner = call.scope[first_parameter(call.function)]
                 code, function_name = call.function.__code__, call.function.__name__
-                of = next(kind for kind in type(owner).__mro__ if _code_in(kind, function_name) is code)
+                of = next(kind for kind in type(owner).__mro__ if code_in(kind, function_name) is code)
                 return getattr(super(of, owner), function.attr)
             return _resolved(name_of(function) or "", call)
         return None
@@ -280,6 +285,8 @@ class Flow:
         if name in call.same:
             return call.same[name]
         value = call.scope.get(name)
+        if type(value) in (int, float) and (outside := _holder_outside(name, call)) is not None:
+            return self._place((id(outside), name), name, outside, value)
         if call.is_running and type(value) in (int, float):
             return self._place((call.number, name), name, call, value)
         if isinstance(value, _CONTAINERS) and not isinstance(value, nn.Parameter):
@@ -307,39 +314,42 @@ def _resolved(name: str, call: _Call) -> Any:
 
 
 def _is_open(owner: Any) -> bool:
-    if isinstance(owner, _CLOSED) or is_ours(owner):
+    if isinstance(owner, CLOSED) or is_ours(owner):
         return False
     kind = owner if isinstance(owner, type) else type(owner)
     return type(owner) is SimpleNamespace or is_own_class(kind)
 
 
-def _function_of(called: Any) -> tuple[FunctionType | None, Any]:
-    """The function of the program that a call runs, and the object whose method it is."""
-    called = called.func if isinstance(called, functools.partial) and not called.args else called
-    bound = getattr(called, "__self__", None)
-    if not (inspect.isroutine(called) or isinstance(called, (type, nn.Module))) and is_own_class(type(called)):
-        bound, called = called, inspect.getattr_static(type(called), "__call__", None)
-    found = inspect.unwrap(getattr(called, "__func__", called)) if callable(called) else None
-    is_own = isinstance(found, FunctionType) and not is_library_file(found.__code__.co_filename)
-    return (found, bound) if is_own and not isinstance(bound, _CLOSED) else (None, None)
+def _holder_outside(name: str, call: _Call) -> Any:
+    """What holds a variable that several functions share: the cell, or the variables of the module."""
+    function: Any = call.function
+    if function is None:
+        return None
+    code = function.__code__
+    if name in code.co_freevars:
+        return function.__closure__[code.co_freevars.index(name)]
+    return None if name in (*code.co_varnames, *code.co_cellvars) else function.__globals__
 
 
-def _code_in(kind: type, method: str) -> CodeType | None:
-    return getattr(inspect.unwrap(vars(kind)[method]), "__code__", None) if method in vars(kind) else None
+def _holds(test: ast.expr, call: _Call) -> bool | None:
+    """Whether this holds in all steps, or in none, as far as what is set only once shows."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        holds = _holds(test.operand, call)
+        return None if holds is None else not holds
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return False if any(_holds(part, call) is False for part in test.values) else None
+    name = name_of(test) or ""
+    with contextlib.suppress(Exception):  # neither a variable nor an attribute
+        value = _resolved(name, call)
+        last = re.escape(name.rpartition(".")[2])
+        if "[" not in name and (value is None or type(value) is bool):
+            settings = re.findall(rf"\b{last}\s*[-+*/|&]?=(?!=)", source_of(call.file)) if "." in name else ()
+            return None if len(settings) > 1 or _is_set(name, call) else bool(value)
+    return None
 
 
-def _first(function: Any) -> str:
-    return str(function.__code__.co_varnames[0])
-
-
-def _outside(function: FunctionType) -> MutableMapping[str, Any]:
-    """The variables that a function finds outside of itself."""
-    cells: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it is set only later
-            cells[name] = cell.cell_contents
-    own = dict.fromkeys((*function.__code__.co_varnames, *function.__code__.co_cellvars))
-    return ChainMap(own, cells, function.__globals__)
+def _is_set(name: str, call: _Call) -> bool:
+    return any(name in assigned(node) for node in call.parents)
 
 
 def _weights(parents: dict[ast.AST, ast.AST]) -> set[str]:
