@@ -89,6 +89,27 @@ def test_a_generator_of_the_loop_s_own_is_told_once(generator: Any, draw: Any, n
     assert told(draw=random.random) == []
 
 
+class Mixing:
+    """Draws from a generator of its class."""
+
+    rng = np.random.default_rng(1)
+
+
+class Pipeline:
+    """Has steps that draw, each from its own generator."""
+
+    def __init__(self) -> None:
+        self.steps = [Options(np.random.default_rng(1))]
+
+
+def test_a_generator_of_a_class_or_deep_in_an_object_is_told() -> None:
+    (message,) = told(draw=lambda: Mixing.rng.random())
+    assert "Generator)" in message
+    options = Options(Options(Pipeline()))
+    (message,) = told(draw=lambda: options.generator.generator.steps[0].generator.random(), options=options)
+    assert "Generator)" in message
+
+
 def test_a_weight_that_a_hook_computes_in_each_pass_is_no_change() -> None:
     """As in the discriminators of GANs: what it is computed from is in the checkpoint."""
     model = nn.utils.spectral_norm(nn.Linear(3, 2))

@@ -4,7 +4,8 @@ first_steps                              inspects everything the program holds d
 carried, copies, overlooked, queues,     state that steps change but that was not passed in
 schedulers, gradients, sources, counts,
 elsewhere, rounds, in_loss, in_functions,
-remembered, before_batches, other_handlers
+in_objects, remembered, before_batches,
+other_handlers
 taking, other_loaders, other_workers,    how the loop reads its data
 changed_data
 mode                                     a model left in evaluation mode
@@ -13,6 +14,7 @@ other_optimizers, unfrozen               training of what was not passed in, or 
 Most of them ask the same questions, each answered in one place:
 bodies                                   what runs again and again, and its source
 train/objects/live_variables             whether that reads what an earlier pass has left (loop-carried)
+flow, called                             what the loops do in the functions that they call
 matters                                  whether the loss, the update, a rate, the end or the best model depends on it
 saved                                    whether a checkpoint contains it, and how to have it contain more
 reported                                 whether another watch has reported it already

@@ -19,6 +19,7 @@ from cluster_ddp.train.own.watch.counts import watch_counts
 from cluster_ddp.train.own.watch.elsewhere import watch_elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
 from cluster_ddp.train.own.watch.in_loss import watch_in_loss
+from cluster_ddp.train.own.watch.in_objects import watch_in_objects
 from cluster_ddp.train.own.watch.other_handlers import watch_other_handlers
 from cluster_ddp.train.own.watch.other_loaders import watch_other_loaders
 from cluster_ddp.train.own.watch.other_optimizers import watch_other_optimizers
@@ -111,4 +112,5 @@ def _watches(
         watch_comm_hooks(passed_in.wrapped, report),
         watch_in_loss(saved, report),
         watch_remembered(saved, report),
+        watch_in_objects(saved, report),
     ]

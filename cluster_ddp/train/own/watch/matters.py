@@ -44,7 +44,7 @@ def feeding_loss(text: Text) -> Feeding:
     weights = {name for node in over_weights for name in assigned(node)}
     statements = [node for node in inside if isinstance(node, ast.stmt)]
     todo: list[ast.AST] = [
-        node for node in statements if _updates(node, weights) or sets_rate_of_optimizer(node, text.parents)
+        node for node in statements if updates_weights(node, weights) or sets_rate_of_optimizer(node, text.parents)
     ]
     found = Feeding(set(), set())
     while todo:
@@ -58,7 +58,7 @@ def feeding_loss(text: Text) -> Feeding:
     return found
 
 
-def _updates(statement: ast.stmt, weights: set[str]) -> bool:
+def updates_weights(statement: ast.stmt, weights: set[str]) -> bool:
     """Whether this calls ``backward()``, clips gradients, steps a scheduler, or changes weights (``p.mul_(mask)``)."""
     call = getattr(statement, "value", None)
     name = (name_of(call.func) or "") if isinstance(call, ast.Call) else ""

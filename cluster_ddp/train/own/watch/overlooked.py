@@ -12,13 +12,16 @@ import numpy as np
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import drawn_to
+from cluster_ddp.train.objects.surroundings import generators_around
+from cluster_ddp.train.objects.whose_code import is_library_file
 from cluster_ddp.train.own.program import found_or_nothing, living, running_frames, variables_of
 from cluster_ddp.train.own.twins import COPIES
 from cluster_ddp.train.own.values import addresses, has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
 HAND_OVER = "Pass it in under its own name (ema=ema)"
-_DEPTH = 3  # variables of a frame, their attributes, and parts of lists and dicts
+_DEPTH = 6  # variables of a frame, their attributes, and parts of lists and dicts
+_DEPTH_IN_LIBRARIES = 3
 
 
 def watch_overlooked(
@@ -77,14 +80,18 @@ def _own_generators(seeded: Iterable[Any]) -> list[Any]:
     """The generators that the running functions can draw from, except those that are seeded."""
     known = {id(random.seed.__self__), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
     known.update(map(id, seeded))
-    holders: list[Any] = []
+    found: list[Any] = []
     for frame in running_frames():
-        holders += [*variables_of(frame).values(), *frame.f_globals.values()]
-    return [found for found in found_or_nothing(_generators_in(holders)) if id(found) not in known]
+        holders = [*variables_of(frame).values(), *frame.f_globals.values()]
+        is_program_s = not is_library_file(frame.f_code.co_filename)
+        found += found_or_nothing(_generators_in(holders, _DEPTH if is_program_s else _DEPTH_IN_LIBRARIES))
+        if is_program_s:  # also those in classes, and at the top of other modules of the program
+            found += generators_around(holders).values()
+    return list({id(each): each for each in found if id(each) not in known}.values())
 
 
-def _generators_in(holders: list[Any]) -> Iterator[Any]:
-    yield from OwnGenerators(*holders, depth=_DEPTH)
+def _generators_in(holders: list[Any], depth: int) -> Iterator[Any]:
+    yield from OwnGenerators(*holders, depth=depth)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -26,6 +27,10 @@ class Reported:
     def has(self, name: str) -> bool:
         """Whether this variable, a part of it, or what it is a part of has been reported."""
         return any(_holds(name, other) or _holds(other, name) for other in self._names)
+
+    def has_attribute(self, attribute: str) -> bool:
+        """Whether this attribute or item of anything has been reported, under whatever name."""
+        return any(re.split(r"[.\[]", name)[-1].strip("]'") == attribute for name in self._names)
 
 
 def _holds(name: str, part: str) -> bool:
