@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,6 +252,17 @@ def test_modes_that_a_step_before_the_restore_has_changed_are_put_back() -> None
     task.teacher.eval().requires_grad_(False)
     modes.restore({"task.teacher, bias": False})
     assert task.teacher.training and task.teacher.weight.requires_grad and not task.teacher.bias.requires_grad
+
+
+def test_the_modes_of_a_network_deep_in_a_task_are_saved() -> None:
+    task: Any = Holder()
+    held: Any = nn.Linear(2, 2).eval()
+    for name in ("actor", "policy", "agent", "agents", "system"):
+        held = SimpleNamespace(**{name: held})
+    task.farther, task.held = SimpleNamespace(held=SimpleNamespace(held=held)), held
+    modes = Modes(task, ())
+    held.system.agents.agent.policy.actor.train()
+    assert modes.changed() == {"task.held.system.agents.agent.policy.actor": True}
 
 
 def test_the_modes_of_a_network_that_a_task_has_only_later_come_back() -> None:

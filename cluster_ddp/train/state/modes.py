@@ -18,7 +18,7 @@ from cluster_ddp.train.objects.kinds import is_of_library
 from cluster_ddp.train.objects.surroundings import variables_around
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
+_DEPTH, _WIDTH = 10, 100  # how deep in the task modules are looked for, and in how many parts of each thing
 
 
 class Modes:
@@ -87,14 +87,19 @@ def _set(modules: Mapping[str, nn.Module], flags: Mapping[str, bool]) -> None:
 
 
 def _modules_in(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if issubclass(type(value), nn.Module):
-        yield name, value
-        return
-    with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
-        for key, part in islice(_parts(value), _WIDTH):
-            if depth and can_be_seen(part) and id(part) not in seen:
-                seen.add(id(part))
-                yield from _modules_in(f"{name}.{key}", part, depth - 1, seen)
+    level = [(name, value)]
+    for _ in range(depth + 1):  # level by level, so that each is found by its shortest way
+        inner: list[tuple[str, Any]] = []
+        for where, part in level:
+            if issubclass(type(part), nn.Module):
+                yield where, part
+                continue
+            with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
+                for key, held in islice(_parts(part), _WIDTH):
+                    if can_be_seen(held) and id(held) not in seen:
+                        seen.add(id(held))
+                        inner.append((f"{where}.{key}", held))
+        level = inner
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
