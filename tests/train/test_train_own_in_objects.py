@@ -114,6 +114,51 @@ class AfterEpoch(Trainer):
         self.weights = 1 + self.model.weight.detach().mean(1)
 
 
+class OtherCriterion(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.criterion(self.model(batch), torch.zeros(2, dtype=torch.long))  # type: ignore[no-any-return]
+
+    def after_epoch(self, result: float) -> None:
+        self.criterion = nn.CrossEntropyLoss(self.model.weight.detach().mean(1).exp())
+
+
+class Memory(nn.Module):
+    """Keeps its targets in no buffer, as that of early-learning regularization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets = torch.zeros(2, 3)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        self.targets[:2] = 0.9 * self.targets[:2] + 0.1 * outputs.detach()
+        return (outputs - self.targets).square().mean()
+
+
+class ByMemory(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.memory(self.model(batch))  # type: ignore[no-any-return]
+
+
+class ByTarget(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(4, 3)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.stage % 10 == 0:
+            self.target.load_state_dict(self.model.state_dict())
+        self.stage += 1
+        return (self.model(batch) - self.target(batch)).square().mean()  # type: ignore[no-any-return]
+
+
 class ByShuffled(Trainer):
     def loss(self, batch: Tensor) -> Tensor:
         if self.stage == 0:
@@ -131,6 +176,9 @@ class ByShuffled(Trainer):
         (ByProperty, "Balance.previous"),
         (AfterEpoch, "AfterEpoch.weights"),
         (ByShuffled, "ByShuffled.losses"),
+        (OtherCriterion, "OtherCriterion.criterion"),
+        (ByMemory, "Memory.targets"),
+        (ByTarget, "ByTarget.stage"),
     ],
 )
 def test_what_methods_compute_the_loss_from_and_set_for_later_is_told(kind: type[Trainer], name: str) -> None:

@@ -105,12 +105,12 @@ class Flow:
             done = self._of_block(loop.body, call)
             targets = {self._node(name, call) for name in assigned(loop)}
             self.carried |= (done.reads & done.sets) - targets
-            if inside is None:  # the batches
+            at = _running(loop.body, frame)
+            if inside is None or at is None:  # it takes the next batch, maybe from a generator of the program
                 inside = done
             else:
-                number = _running(loop.body, frame)
-                before = self._of_block(loop.body[:number], call)
-                after = self._of_block(loop.body[number + 1 :], call)
+                before = self._of_block(loop.body[:at], call)
+                after = self._of_block(loop.body[at + 1 :], call)
                 inside = before.then(inside)
                 self.late |= (inside.reads & after.sets) - targets
         return inside
@@ -145,6 +145,8 @@ class Flow:
         done, nodes = self._of_parts(parts, call)
         if updates_weights(statement, _weights(call.parents)) or sets_rate_of_optimizer(statement, call.parents):
             self._losses |= nodes | around
+        if _sets_model(statement):
+            self._losses |= around
         if isinstance(statement, ast.Return):
             self._add((call.number, _RETURNED), nodes | around)
         sets, surely = set[Node](), set[Node]()
@@ -258,6 +260,8 @@ class Flow:
     def _getters(self, name: str, call: _Call) -> Iterator[tuple[FunctionType, Any]]:
         """The property that a name means."""
         holder, _, attribute = name.partition("[")[0].rpartition(".")
+        if not holder:
+            return
         with contextlib.suppress(Exception):
             owner = _resolved(holder, call)
             found = inspect.getattr_static(type(owner), attribute, None) if _is_open(owner) else None
@@ -367,6 +371,13 @@ def _shuffled(part: ast.AST) -> set[str]:
     return set()
 
 
-def _running(body: Sequence[ast.stmt], frame: FrameType) -> int:
-    """The number of the statement that runs now."""
-    return next(n for n, part in enumerate(body) if part.lineno <= frame.f_lineno <= (part.end_lineno or 0))
+def _sets_model(statement: ast.stmt) -> bool:
+    """Whether this gives a model other weights, as ``target.load_state_dict(model.state_dict())`` does."""
+    call = getattr(statement, "value", None)
+    name = (name_of(call.func) or "") if isinstance(call, ast.Call) else ""
+    return name.endswith((".load_state_dict", ".update_parameters"))
+
+
+def _running(body: Sequence[ast.stmt], frame: FrameType) -> int | None:
+    """The number of the statement that runs now; None if the loop takes its next item."""
+    return next((n for n, part in enumerate(body) if part.lineno <= frame.f_lineno <= (part.end_lineno or 0)), None)
