@@ -303,3 +303,23 @@ def test_what_a_step_sets_outside_of_itself_is_told(step: Any, name: str) -> Non
         step(trainer.model, batch)
     (message,) = trainer.messages
     assert f"computed from {name}, which" in message
+
+
+class Drawing(Trainer):
+    """Draws where it looks like an attribute."""
+
+    drawn = 0
+
+    @property
+    def noise(self) -> Tensor:
+        self.drawn += 1
+        return torch.rand(2, 4)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch + self.noise.sqrt())
+
+
+def test_what_a_program_computes_when_it_is_asked_is_not_asked() -> None:
+    trainer = Drawing()
+    trainer.train()
+    assert trainer.drawn == 2

@@ -33,6 +33,20 @@ def function_of(called: Any) -> tuple[FunctionType | None, Any]:
     return (None, None) if is_library_file(file) or is_our_file(file) else (found, bound)
 
 
+def attribute_of(owner: Any, name: str) -> Any:
+    """An attribute of an object; none that is computed, which might draw a number or take a batch.
+
+    Raises
+    ------
+    AttributeError
+        There is none.
+    """
+    found = inspect.getattr_static(type(owner), name, None)
+    if isinstance(found, (property, functools.cached_property)) and name not in getattr(owner, "__dict__", {}):
+        raise AttributeError(name)
+    return getattr(owner, name)
+
+
 def code_in(kind: type, method: str) -> CodeType | None:
     """The code of a method that a class defines itself."""
     return getattr(inspect.unwrap(vars(kind)[method]), "__code__", None) if method in vars(kind) else None

@@ -22,7 +22,7 @@ from cluster_ddp.train.objects.syntax import SCOPES, added_to, assigned, is_of_c
 from cluster_ddp.train.objects.whose_code import is_library_file, is_ours, is_own_class
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.watch.bodies import Text, source_of, text_of, tree_of_object, with_parents
-from cluster_ddp.train.own.watch.called import CLOSED, code_in, first_parameter, function_of, outside_of
+from cluster_ddp.train.own.watch.called import CLOSED, attribute_of, code_in, first_parameter, function_of, outside_of
 from cluster_ddp.train.own.watch.matters import sets_rate_of_optimizer, updates_weights
 from cluster_ddp.train.own.watch.saved import is_restored
 
@@ -314,7 +314,7 @@ class _Held(NamedTuple):
 
 def _resolved(name: str, call: _Call) -> Any:
     first, *inner = name.partition("[")[0].split(".")
-    return functools.reduce(getattr, inner, call.scope[first])
+    return functools.reduce(attribute_of, inner, call.scope[first])
 
 
 def _is_open(owner: Any) -> bool:
