@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -296,7 +297,18 @@ def made_step() -> Any:
     return step
 
 
-@pytest.mark.parametrize(("step", "name"), [(by_global, "EMA"), (made_step(), "mean")])
+NAMES = argparse.Namespace(mean=None)
+
+
+def by_namespace(model: nn.Module, batch: Tensor) -> None:
+    loss = model(batch).square().mean()
+    NAMES.mean = loss.item() if NAMES.mean is None else 0.9 * NAMES.mean + 0.1 * loss.item()
+    (loss / NAMES.mean).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "name"), [(by_namespace, "Namespace.mean"), (by_global, "EMA"), (made_step(), "mean")]
+)
 def test_what_a_step_sets_outside_of_itself_is_told(step: Any, name: str) -> None:
     trainer = Trainer()
     for batch in trainer.batches():

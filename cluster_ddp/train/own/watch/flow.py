@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections
 import contextlib
@@ -32,6 +33,7 @@ Node = tuple[int, str]
 _MAX_CALLS = 300
 _MAX_DEPTH = 8
 _CONTAINERS = (list, dict, collections.deque, np.ndarray, Tensor)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 _RETURNED = "return"
 
@@ -321,7 +323,7 @@ def _is_open(owner: Any) -> bool:
     if isinstance(owner, CLOSED) or is_ours(owner):
         return False
     kind = owner if isinstance(owner, type) else type(owner)
-    return type(owner) is SimpleNamespace or is_own_class(kind)
+    return type(owner) in _NAMESPACES or is_own_class(kind)
 
 
 def _holder_outside(name: str, call: _Call) -> Any:
