@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -114,6 +115,51 @@ class AfterEpoch(Trainer):
         self.weights = 1 + self.model.weight.detach().mean(1)
 
 
+class OtherCriterion(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.criterion(self.model(batch), torch.zeros(2, dtype=torch.long))  # type: ignore[no-any-return]
+
+    def after_epoch(self, result: float) -> None:
+        self.criterion = nn.CrossEntropyLoss(self.model.weight.detach().mean(1).exp())
+
+
+class Memory(nn.Module):
+    """Keeps its targets in no buffer, as that of early-learning regularization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets = torch.zeros(2, 3)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        self.targets[:2] = 0.9 * self.targets[:2] + 0.1 * outputs.detach()
+        return (outputs - self.targets).square().mean()
+
+
+class ByMemory(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.memory(self.model(batch))  # type: ignore[no-any-return]
+
+
+class ByTarget(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(4, 3)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.stage % 10 == 0:
+            self.target.load_state_dict(self.model.state_dict())
+        self.stage += 1
+        return (self.model(batch) - self.target(batch)).square().mean()  # type: ignore[no-any-return]
+
+
 class ByShuffled(Trainer):
     def loss(self, batch: Tensor) -> Tensor:
         if self.stage == 0:
@@ -131,6 +177,9 @@ class ByShuffled(Trainer):
         (ByProperty, "Balance.previous"),
         (AfterEpoch, "AfterEpoch.weights"),
         (ByShuffled, "ByShuffled.losses"),
+        (OtherCriterion, "OtherCriterion.criterion"),
+        (ByMemory, "Memory.targets"),
+        (ByTarget, "ByTarget.stage"),
     ],
 )
 def test_what_methods_compute_the_loss_from_and_set_for_later_is_told(kind: type[Trainer], name: str) -> None:
@@ -248,10 +297,41 @@ def made_step() -> Any:
     return step
 
 
-@pytest.mark.parametrize(("step", "name"), [(by_global, "EMA"), (made_step(), "mean")])
+NAMES = argparse.Namespace(mean=None)
+
+
+def by_namespace(model: nn.Module, batch: Tensor) -> None:
+    loss = model(batch).square().mean()
+    NAMES.mean = loss.item() if NAMES.mean is None else 0.9 * NAMES.mean + 0.1 * loss.item()
+    (loss / NAMES.mean).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "name"), [(by_namespace, "Namespace.mean"), (by_global, "EMA"), (made_step(), "mean")]
+)
 def test_what_a_step_sets_outside_of_itself_is_told(step: Any, name: str) -> None:
     trainer = Trainer()
     for batch in trainer.batches():
         step(trainer.model, batch)
     (message,) = trainer.messages
     assert f"computed from {name}, which" in message
+
+
+class Drawing(Trainer):
+    """Draws where it looks like an attribute."""
+
+    drawn = 0
+
+    @property
+    def noise(self) -> Tensor:
+        self.drawn += 1
+        return torch.rand(2, 4)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch + self.noise.sqrt())
+
+
+def test_what_a_program_computes_when_it_is_asked_is_not_asked() -> None:
+    trainer = Drawing()
+    trainer.train()
+    assert trainer.drawn == 2

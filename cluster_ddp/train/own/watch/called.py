@@ -14,20 +14,37 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from cluster_ddp.train.objects.whose_code import is_library_file, is_own_class
+from cluster_ddp.train.objects.whose_code import is_library_file, is_our_file, is_own_class
 
-CLOSED = (nn.Module, Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
+CLOSED = (Optimizer, Dataset, DataLoader)  # passed in, or looked at by other watches
 
 
 def function_of(called: Any) -> tuple[FunctionType | None, Any]:
     """The function of the program that a call runs, and the object whose method it is."""
     called = called.func if isinstance(called, functools.partial) and not called.args else called
     bound = getattr(called, "__self__", None)
-    if not (inspect.isroutine(called) or isinstance(called, (type, nn.Module))) and is_own_class(type(called)):
-        bound, called = called, inspect.getattr_static(type(called), "__call__", None)
+    if not (inspect.isroutine(called) or isinstance(called, type)) and is_own_class(type(called)):
+        method = "forward" if isinstance(called, nn.Module) else "__call__"
+        bound, called = called, inspect.getattr_static(type(called), method, None)
     found = inspect.unwrap(getattr(called, "__func__", called)) if callable(called) else None
-    is_own = isinstance(found, FunctionType) and not is_library_file(found.__code__.co_filename)
-    return (found, bound) if is_own and not isinstance(bound, CLOSED) else (None, None)
+    if not isinstance(found, FunctionType) or isinstance(bound, CLOSED):
+        return None, None
+    file = found.__code__.co_filename
+    return (None, None) if is_library_file(file) or is_our_file(file) else (found, bound)
+
+
+def attribute_of(owner: Any, name: str) -> Any:
+    """An attribute of an object; none that is computed, which might draw a number or take a batch.
+
+    Raises
+    ------
+    AttributeError
+        There is none.
+    """
+    found = inspect.getattr_static(type(owner), name, None)
+    if isinstance(found, (property, functools.cached_property)) and name not in getattr(owner, "__dict__", {}):
+        raise AttributeError(name)
+    return getattr(owner, name)
 
 
 def code_in(kind: type, method: str) -> CodeType | None:

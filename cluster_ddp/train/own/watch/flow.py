@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections
 import contextlib
@@ -22,7 +23,7 @@ from cluster_ddp.train.objects.syntax import SCOPES, added_to, assigned, is_of_c
 from cluster_ddp.train.objects.whose_code import is_library_file, is_ours, is_own_class
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.watch.bodies import Text, source_of, text_of, tree_of_object, with_parents
-from cluster_ddp.train.own.watch.called import CLOSED, code_in, first_parameter, function_of, outside_of
+from cluster_ddp.train.own.watch.called import CLOSED, attribute_of, code_in, first_parameter, function_of, outside_of
 from cluster_ddp.train.own.watch.matters import sets_rate_of_optimizer, updates_weights
 from cluster_ddp.train.own.watch.saved import is_restored
 
@@ -32,6 +33,7 @@ Node = tuple[int, str]
 _MAX_CALLS = 300
 _MAX_DEPTH = 8
 _CONTAINERS = (list, dict, collections.deque, np.ndarray, Tensor)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
 _LEAVING = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 _RETURNED = "return"
 
@@ -105,12 +107,12 @@ class Flow:
             done = self._of_block(loop.body, call)
             targets = {self._node(name, call) for name in assigned(loop)}
             self.carried |= (done.reads & done.sets) - targets
-            if inside is None:  # the batches
+            at = _running(loop.body, frame)
+            if inside is None or at is None:  # it takes the next batch, maybe from a generator of the program
                 inside = done
             else:
-                number = _running(loop.body, frame)
-                before = self._of_block(loop.body[:number], call)
-                after = self._of_block(loop.body[number + 1 :], call)
+                before = self._of_block(loop.body[:at], call)
+                after = self._of_block(loop.body[at + 1 :], call)
                 inside = before.then(inside)
                 self.late |= (inside.reads & after.sets) - targets
         return inside
@@ -145,6 +147,8 @@ class Flow:
         done, nodes = self._of_parts(parts, call)
         if updates_weights(statement, _weights(call.parents)) or sets_rate_of_optimizer(statement, call.parents):
             self._losses |= nodes | around
+        if _sets_model(statement):
+            self._losses |= around
         if isinstance(statement, ast.Return):
             self._add((call.number, _RETURNED), nodes | around)
         sets, surely = set[Node](), set[Node]()
@@ -258,6 +262,8 @@ class Flow:
     def _getters(self, name: str, call: _Call) -> Iterator[tuple[FunctionType, Any]]:
         """The property that a name means."""
         holder, _, attribute = name.partition("[")[0].rpartition(".")
+        if not holder:
+            return
         with contextlib.suppress(Exception):
             owner = _resolved(holder, call)
             found = inspect.getattr_static(type(owner), attribute, None) if _is_open(owner) else None
@@ -310,14 +316,14 @@ class _Held(NamedTuple):
 
 def _resolved(name: str, call: _Call) -> Any:
     first, *inner = name.partition("[")[0].split(".")
-    return functools.reduce(getattr, inner, call.scope[first])
+    return functools.reduce(attribute_of, inner, call.scope[first])
 
 
 def _is_open(owner: Any) -> bool:
     if isinstance(owner, CLOSED) or is_ours(owner):
         return False
     kind = owner if isinstance(owner, type) else type(owner)
-    return type(owner) is SimpleNamespace or is_own_class(kind)
+    return type(owner) in _NAMESPACES or is_own_class(kind)
 
 
 def _holder_outside(name: str, call: _Call) -> Any:
@@ -367,6 +373,13 @@ def _shuffled(part: ast.AST) -> set[str]:
     return set()
 
 
-def _running(body: Sequence[ast.stmt], frame: FrameType) -> int:
-    """The number of the statement that runs now."""
-    return next(n for n, part in enumerate(body) if part.lineno <= frame.f_lineno <= (part.end_lineno or 0))
+def _sets_model(statement: ast.stmt) -> bool:
+    """Whether this gives a model other weights, as ``target.load_state_dict(model.state_dict())`` does."""
+    call = getattr(statement, "value", None)
+    name = (name_of(call.func) or "") if isinstance(call, ast.Call) else ""
+    return name.endswith((".load_state_dict", ".update_parameters"))
+
+
+def _running(body: Sequence[ast.stmt], frame: FrameType) -> int | None:
+    """The number of the statement that runs now; None if the loop takes its next item."""
+    return next((n for n, part in enumerate(body) if part.lineno <= frame.f_lineno <= (part.end_lineno or 0)), None)

@@ -46,7 +46,9 @@ def watch_in_objects(saved: Saved, report: Reported) -> Iterator[None]:
     names = set()
     for node, (name, held) in flow.of_loss().items():
         now = _seen(held.value)
-        if now is _UNKNOWN or id(held.owner) in held_by_saved or saved.has(held.value) or _is_told(name, report):
+        if id(held.owner) in held_by_saved or any(map(saved.has, held)) or _is_told(name, report):
+            continue
+        if now is _UNKNOWN and not (node in flow.late and callable(held.value)):  # as a criterion with other weights
             continue
         is_flag = type(now) in _FLAGS and before.get(node, now) == now  # set on a condition that was not met yet
         has_changed = before.get(node, now) != now and not _is_among(now, kept)
