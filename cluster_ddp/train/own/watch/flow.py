@@ -347,11 +347,17 @@ def _holds(test: ast.expr, call: _Call) -> bool | None:
     name = name_of(test) or ""
     with contextlib.suppress(Exception):  # neither a variable nor an attribute
         value = _resolved(name, call)
-        last = re.escape(name.rpartition(".")[2])
+        holder, _, attribute = name.rpartition(".")
         if "[" not in name and (value is None or type(value) is bool):
-            settings = re.findall(rf"\b{last}\s*[-+*/|&]?=(?!=)", source_of(call.file)) if "." in name else ()
-            return None if len(settings) > 1 or _is_set(name, call) else bool(value)
+            changes = bool(holder) and _times_set(call.file)[attribute] > 1
+            return None if changes or _is_set(name, call) else bool(value)
     return None
+
+
+@functools.lru_cache(maxsize=100)
+def _times_set(file: str) -> collections.Counter[str]:
+    """How often the source in a file sets an attribute or a variable of each name."""
+    return collections.Counter(re.findall(r"(\w+)\s*[-+*/|&]?=(?!=)", source_of(file)))
 
 
 def _is_set(name: str, call: _Call) -> bool:
