@@ -144,7 +144,7 @@ def test_the_global_batch_is_the_runs_for_life(call: Call, run: RunDirectory, sl
     update_record(run, global_batch=64)
     said = call("resume", run.id, "--set", "train.global_batch=128")
     assert said.status == 2
-    assert "64 samples a step" in said.err
+    assert "the global batch of this run is 64, and cannot change" in said.err
     assert len(slurm.submissions()) == 1
     assert call("resume", run.id, "--set", "train.global_batch=64").status == 0
 
