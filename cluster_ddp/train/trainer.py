@@ -130,7 +130,6 @@ class Trainer:
                 self.buffers.send()
                 self.buffers.keep()
                 self.overlap.begin()
-                self.checks.begin()
                 if not self.overlap.is_allowed:
                     self.session.saving.wait_for_staging()
 
@@ -338,6 +337,7 @@ class Trainer:
         mark = mark_of(self.state, before.frozen) if self.step == self.session.repeated.resumed else None
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
             values = self.evaluation.run(model, self.session.continue_check())
+        self.checks.evaluated()
         if values is None:
             before.put_back()
         else:

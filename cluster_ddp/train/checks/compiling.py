@@ -24,8 +24,8 @@ class Compiling:
         self._before: int | None = None  # None in the first step
         self._is_over = False
 
-    def begin(self) -> None:
-        """Call before the first forward pass of a step; evaluations, which may compile as well, are between steps."""
+    def evaluated(self) -> None:
+        """Call after an evaluation, which may compile as well: a resume repeats it at the same place."""
         if self._before is not None:
             self._before = _compiled()
 

@@ -46,10 +46,6 @@ class StepChecks:
         """Call when the number of finished steps is known."""
         self._single_samples.begin(step)
 
-    def begin(self) -> None:
-        """Call before the first forward pass of a step."""
-        self._compiling.begin()
-
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Surround a call of loss(); raises a `TaskError` if that takes the model for the bare one."""
         return self._first_steps.computing()
@@ -69,3 +65,7 @@ class StepChecks:
         """Call after a step, which is counted from 1."""
         self._single_samples.end()
         self._compiling.end(step)
+
+    def evaluated(self) -> None:
+        """Call after an evaluation."""
+        self._compiling.evaluated()
